@@ -6,7 +6,7 @@ Problems that are visible in the configuration alone are reported here, before a
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, get_args
 
@@ -138,7 +138,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         problems = []
         known_of = {"model": MODELS, "device": get_args(DeviceName), "dtype": get_args(DtypeName)}
-        known_of |= {"batch_per_rank": get_args(RateRuleName)}
+        known_of["batch_per_rank"] = get_args(RateRuleName)
         for name, known in known_of.items():
             if (value := getattr(self, name)) not in known:
                 problems.append(
@@ -157,8 +157,7 @@ class TrainConfig:
                 f"lr, clip and weight_decay must be positive numbers, got {self.lr:g}, "
                 f"{self.clip:g} and {self.weight_decay:g}"
             )
-        if problem := check_schedule(self.schedule):
-            problems.append(problem)
+        problems += filter(None, [check_schedule(self.schedule)])
         if self.balance not in {"", *MEASURED} and not _sizes_in(self.balance):
             problems.append(
                 "balance must be time, size or the layers of each stage such as 3,4,3, got "
@@ -180,23 +179,26 @@ class TrainConfig:
         problems += self._server_problems() + self._version_problems() + self._elastic_problems()
         raise_all(problems)
 
+    def _changed(self, names: str) -> list[str]:
+        """Return which of the named options, in order, do not have their default value."""
+        default_of = {field.name: field.default for field in fields(self)}
+        return [name for name in names.split() if getattr(self, name) != default_of[name]]
+
+    def _combined(self, option: str, names: str) -> list[str]:
+        """Return an error for each of the named options that is used beside `option`."""
+        return [
+            f"--{option} cannot be combined with --{name.replace('_', '-')}: leave one out"
+            for name in self._changed(names)
+        ]
+
     def _server_problems(self) -> list[str]:
         """Return the errors in the options of a parameter server."""
         if self.strategy not in {"", "ps"}:
             return [f"strategy must be ps or left out, got {self.strategy!r}"]
         if not self.strategy:
-            options = {"servers": 1, "replicas": 0, "staleness": 0}
-            return [
-                f"{name} needs a parameter server: add --strategy ps"
-                for name, default in options.items()
-                if getattr(self, name) != default
-            ]
-        others = {"mesh": "", "shard": 0, "reference_shards": 0, "recompute": "never"}
-        problems = [
-            f"--strategy ps cannot be combined with --{name.replace('_', '-')}: leave one out"
-            for name, default in others.items()
-            if getattr(self, name) != default
-        ]
+            names = self._changed("servers replicas staleness")
+            return [f"{name} needs a parameter server: add --strategy ps" for name in names]
+        problems = self._combined("strategy ps", "mesh shard reference_shards recompute")
         if self.replicas >= self.servers:
             problems.append(
                 f"--replicas {self.replicas} needs {self.replicas + 1} servers, got {self.servers}"
@@ -205,20 +207,13 @@ class TrainConfig:
 
     def _elastic_problems(self) -> list[str]:
         """Return the errors in the options of an elastic training."""
-        zeros = dict.fromkeys(("spares", "verify", "replace_slow"), 0)
-        further = {**zeros, "restarts": 3, "batch_per_rank": "", "copies": True}
         if not self.min_ranks:
-            names = [name for name, default in further.items() if getattr(self, name) != default]
+            names = self._changed("spares verify replace_slow restarts batch_per_rank copies")
             several = ["several meshes need --min-ranks"] * (len(self.meshes) > 1)
             options = [name.replace("_", "-").replace("copies", "no-copies") for name in names]
             return [f"--{option} needs --min-ranks" for option in options] + several
-        others = {"strategy": "", "versions": "", "reference_shards": 0, "balance": ""}
-        others |= {"recompute": "never", "keep": 3}
-        problems = [
-            f"--min-ranks cannot be combined with --{name.replace('_', '-')}: leave one out"
-            for name, default in others.items()
-            if getattr(self, name) != default
-        ]
+        others = "strategy versions reference_shards balance recompute keep"
+        problems = self._combined("min-ranks", others)
         if not (self.copies or self.mesh or self.shard):
             problems.append("--no-copies needs --mesh or --shard: each rank has the whole model")
         problems += [
@@ -244,12 +239,7 @@ class TrainConfig:
         if self.versions not in get_args(VersionRule):
             known = ", ".join(get_args(VersionRule))
             problems.append(f"versions must be one of {known}, got {self.versions!r}")
-        others = {"schedule": "1f1b", "shard": 0, "strategy": ""}
-        problems += [
-            f"--versions {self.versions} cannot be combined with --{name}: leave one out"
-            for name, default in others.items()
-            if getattr(self, name) != default
-        ]
+        problems += self._combined(f"versions {self.versions}", "schedule shard strategy")
         if self.recompute not in RECOMPUTE_MODES:
             problems.append(
                 f"--versions {self.versions} needs --recompute {', '.join(RECOMPUTE_MODES)}, got "
@@ -315,22 +305,13 @@ class TrainConfig:
     @property
     def is_on_mesh(self) -> bool:
         """Whether several ranks form a replica, or a one-stage pipeline accumulates gradients."""
-        return "pp" in self._axes or self.num_tensor_ranks * self.num_sequence_ranks > 1
+        axes = self._axes
+        return "pp" in axes or axes.get("tp", 1) * axes.get("cp", 1) > 1
 
     @property
     def has_segments(self) -> bool:
         """Whether segments of the blocks are recomputed in a model that no mesh divides."""
         return self.recompute in {"memory", "speed"} and not self.is_on_mesh
-
-    @property
-    def num_tensor_ranks(self) -> int:
-        """Number of ranks over which layers are sharded; 1 without tensor parallelism."""
-        return self._axes.get("tp", 1)
-
-    @property
-    def num_sequence_ranks(self) -> int:
-        """Number of ranks over which sequences are sharded; 1 without context parallelism."""
-        return self._axes.get("cp", 1)
 
     def check_ranks(self, num_ranks: int) -> int:
         """Check that `num_ranks` ranks can train, and return the number of shards of a batch.
@@ -368,15 +349,15 @@ class TrainConfig:
             base = self if "pp" in mesh.axes else replace(self, schedule="1f1b")
             replace(base, mesh=str(mesh), batch=mesh.size).check_ranks(mesh.size)
         self._check_stages()
-        heads = MODELS[self.model].heads
-        if heads % self.num_tensor_ranks:
+        heads, tensor_ranks = MODELS[self.model].heads, self._axes.get("tp", 1)
+        if heads % tensor_ranks:
             valid = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
             msg = (
                 f"--mesh {self.mesh}: {self.model} has {heads} heads, which cannot be divided over "
-                f"{self.num_tensor_ranks} ranks; valid: {valid}"
+                f"{tensor_ranks} ranks; valid: {valid}"
             )
             raise ConfigError(msg)
-        chunks = 2 * self.num_sequence_ranks
+        chunks = 2 * self._axes.get("cp", 1)
         if chunks > 2 and self.context % chunks:
             msg = (
                 f"--mesh {self.mesh}: sequences of {self.context} tokens cannot be divided into "
@@ -386,7 +367,7 @@ class TrainConfig:
             raise ConfigError(msg)
         if self.versions:
             return 1
-        of_a_replica = self.num_stage_ranks * self.num_tensor_ranks * self.num_sequence_ranks
+        of_a_replica = self.num_stage_ranks * tensor_ranks * chunks // 2
         shards = self.reference_shards or num_ranks // of_a_replica
         share_of(range(self.batch), 0, shards)
         return shards
@@ -403,13 +384,12 @@ class TrainConfig:
             return
         if num_ranks == 1:
             is_row = self.reference_shards or "pp" in self.mesh  # perhaps of one stage
-            alone = () if is_row else (("versions", ""), ("balance", ""))
-            whole = () if "pp" in self.mesh or self.has_segments else (("recompute", "never"),)
-            for name, default in (("schedule", "1f1b"), *whole, *alone):
+            alone = "" if is_row else "versions balance"
+            whole = "" if "pp" in self.mesh or self.has_segments else "recompute"
+            for name in self._changed(f"schedule {whole} {alone}"):
                 value = getattr(self, name)
-                if value != default:
-                    msg = f"--{name} {value} needs a pipeline: add --mesh pp=2, or more stages"
-                    raise ConfigError(msg)
+                msg = f"--{name} {value} needs a pipeline: add --mesh pp=2, or more stages"
+                raise ConfigError(msg)
             return
         stages = self.num_stages
         layers = MODELS[self.model].layers + 2
@@ -429,11 +409,11 @@ class TrainConfig:
 
     def _check_versions(self) -> None:
         """Check the mesh, replicas and micro-batches of an asynchronous pipeline."""
-        stages, num_ranks = len(self.counts), self.reference_shards or self.num_stage_ranks
-        if sum(self.counts) != num_ranks:
+        needed, num_ranks = sum(self.counts), self.reference_shards or self.num_stage_ranks
+        if needed != num_ranks:
             msg = (
-                f"--stage-replicas {self.stage_replicas} needs {sum(self.counts)} ranks, but there "
-                f"are {num_ranks}: choose other replicas or -n"
+                f"--stage-replicas {self.stage_replicas} needs {needed} ranks, but there are "
+                f"{num_ranks}: choose other replicas or -n"
             )
             raise ConfigError(msg)
         if self._axes.keys() - {"pp"}:
@@ -442,10 +422,9 @@ class TrainConfig:
                 f"pp={self.meshes[0].size}"
             )
             raise ConfigError(msg)
-        if self.versions == "2bw" and self.microbatches < stages:
-            msg = (
-                f"--versions 2bw needs {stages} or more micro-batches: add --microbatches {stages}"
-            )
+        least = len(self.counts)
+        if self.versions == "2bw" and self.microbatches < least:
+            msg = f"--versions 2bw needs {least} or more micro-batches: add --microbatches {least}"
             raise ConfigError(msg)
         if self.batch < self.every:
             msg = (
