@@ -23,12 +23,13 @@ section 5; P. Qi et al., ICLR 2024, table 1.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from braid.parallel.pipeline import block_partition
 from braid.plan.costs import Axis, Machines, MicrobatchCost, ModelCosts, Training
-from braid.plan.search.split import SPLIT_BACKWARD, Split, held, homes
+from braid.plan.search.split import GATHERED, SPLIT_BACKWARD, Split, held, homes
 from braid.programs.topology import DTYPES
 
 __all__ = [
@@ -39,8 +40,6 @@ __all__ = [
     "StageCost",
     "StepTimeEstimate",
 ]
-
-GATHERED = 3  # stage of ZeRO at which parameters are in parts
 
 
 class StepTimeEstimate(NamedTuple):
@@ -173,6 +172,7 @@ class Estimator:
 
     def __init__(self, model: ModelCosts, machines: Machines, training: Training) -> None:
         self.model, self.machines, self.training = model, machines, training
+        self._wide = DTYPES["fp32"] / DTYPES[training.dtype]  # sums by activations
         self._stages: dict[tuple[object, ...], tuple[tuple[int, ...], list[StageCost]]] = {}
 
     def rows(self, split: Split) -> int:
@@ -230,9 +230,8 @@ class Estimator:
             per_rank = split.num_stages // split.pp
             # an asynchronous pipeline neither fills nor runs dry
             hops = m if split.versions else split.num_stages - 1 + (m - 1) * per_rank
-            message_s = (
-                2 * hops * machines.message_s(Axis(split.pp, split.num_ranks // split.pp), nbytes)
-            )
+            axis = Axis(split.pp, split.num_ranks // split.pp)
+            message_s = 2 * hops * machines.message_s(axis, nbytes)
         time = StepTimeEstimate(
             m * (busy.seconds - busy.tensor_s),
             0.0 if split.versions else sum(_fill(split, work_of_rank) for work_of_rank in work),
@@ -274,15 +273,13 @@ class Estimator:
         nbytes, expert_bytes = max(map(_param_bytes, self.by_rank(split)), key=sum)
         hidden_s = machines.overlap * backward_s if split.schedule == "1f1b" else 0.0
         gradient_s = 0.0
-        if split.strategy:
-            gradient_s = machines.collective_s("push_pull", axis, nbytes) - hidden_s
-        elif split.shard:
-            gradient_s = machines.collective_s("reduce_scatter", axis, nbytes) - hidden_s
-        elif split.replicas > 1:
-            gradient_s = machines.collective_s("all_reduce", axis, nbytes) - hidden_s
+        if split.strategy or split.shard or split.replicas > 1:
+            sharded = "reduce_scatter" if split.shard else "all_reduce"
+            collective = "push_pull" if split.strategy else sharded
+            gradient_s = machines.collective_s(collective, axis, nbytes) - hidden_s
         if expert_bytes:
             gradient_s += machines.collective_s("all_reduce", alike, expert_bytes)
-        gathers_s = _num_gathers(split) * machines.collective_s("all_gather", axis, nbytes)
+        gathers_s = split.num_gathers * machines.collective_s("all_gather", axis, nbytes)
         if split.shard == GATHERED:  # units are gathered while earlier ones compute
             gathers_s -= machines.overlap * (time.compute_s - backward_s)
         optimizer_s = 0.0  # servers step inside of push_pull
@@ -322,11 +319,6 @@ class Estimator:
             backward_s += routed_s
         return LayerSends(forward_s, backward_s)
 
-    @property
-    def _wide(self) -> float:
-        """Bytes of a number in a sum of gradients, divided by its bytes in an activation."""
-        return DTYPES["fp32"] / DTYPES[self.training.dtype]
-
     def memory(self, split: Split) -> MemoryEstimate:
         """Return the memory on the rank that needs most."""
         training, ranks = self.training, self.by_rank(split)
@@ -353,7 +345,7 @@ class Estimator:
                     per_byte * (dense / (split.replicas if split.shard else 1) + experts),
                     activations,
                     max(stage.workspace_bytes for stage in stages)
-                    + _slots(split) * max(stage.largest_bytes for stage in stages),
+                    + split.slots * max(stage.largest_bytes for stage in stages),
                 )
             )
         return max(memories, key=lambda memory: memory.nbytes)
@@ -364,16 +356,15 @@ class Estimator:
         stages = self.stages(split)[1]
         nbytes, expert_bytes = max(map(_param_bytes, self.by_rank(split)), key=sum)
         costs = self.layers(split)
-        times = 1 + _num_gathers(split) if split.shard else 2
+        times = 1 + split.num_gathers if split.shard else 2
         passes = 2 if split.recompute == "never" else 3
         per_rank = m / split.pp
         reduced = 2 * passes * per_rank * sum(cost.reduced_bytes for cost in costs)
         # a pass of the ring with keys and values; a backward also sends their gradients
-        in_rings = (
-            (passes + self._wide) * per_rank * sum(split.cp * cost.kv_bytes for cost in costs)
-        )
+        kv_bytes = sum(split.cp * cost.kv_bytes for cost in costs)
+        in_rings = (passes + self._wide) * per_rank * kv_bytes
         routed = 2 * passes * per_rank * sum(cost.routed_bytes for cost in costs)
-        sent: dict[Axis, float] = {}
+        sent: defaultdict[Axis, float] = defaultdict(float)
         for axis, sent_bytes in (
             (Axis(split.replicas, split.tp), times * nbytes),
             (Axis(split.replicas // split.ep, split.ep * split.tp), 2 * expert_bytes),
@@ -381,16 +372,16 @@ class Estimator:
             (Axis(split.cp, split.ep * split.tp), in_rings),
             (Axis(split.ep, split.tp), routed),
         ):  # a rank keeps its own part
-            sent[axis] = sent.get(axis, 0.0) + (axis.size - 1) / axis.size * sent_bytes
+            sent[axis] += (axis.size - 1) / axis.size * sent_bytes
         if split.pp > 1:
             largest = max(stage.output_bytes for stage in stages[:-1])
             axis = Axis(split.pp, split.num_ranks // split.pp)
             sent[axis] = m * split.num_stages // split.pp * largest
-        levels: dict[str, float] = {}
+        levels: defaultdict[str, float] = defaultdict(float)
         for axis, nbytes_sent in sent.items():
             for level, count in machines.level_bytes(axis, nbytes_sent).items():
-                levels[level] = levels.get(level, 0.0) + count
-        return levels
+                levels[level] += count
+        return dict(levels)
 
 
 def _gradient_bytes(split: Split, params: float, item: int) -> float:
@@ -409,23 +400,10 @@ def _gradient_bytes(split: Split, params: float, item: int) -> float:
     return vector + (params if split.mesh else 0.0)
 
 
-def _slots(split: Split) -> float:
-    """Return the temporary memory of sharded units, in units of the largest layer's bytes."""
-    # stage 1: two sums of parts; stage 2: two gradients; stage 3: two gradients, two parameters
-    return {0: 0.0, 1: 2.0 / split.replicas, 2: 2.0, GATHERED: 4.0}[split.shard]
-
-
 def _param_bytes(stages: Sequence[StageCost]) -> tuple[float, float]:
     """Return the bytes of parameters of a rank's stages: without experts, and of experts."""
     expert_bytes = sum(stage.expert_bytes for stage in stages)
     return sum(stage.param_bytes for stage in stages) - expert_bytes, expert_bytes
-
-
-def _num_gathers(split: Split) -> int:
-    """Return how often a step gathers all parameters: after the step, or around each use."""
-    if split.shard == GATHERED:
-        return 2 * split.microbatches
-    return 1 if split.shard else 0
 
 
 class _Work(NamedTuple):

@@ -20,8 +20,9 @@ from typing import Literal
 from braid.programs.schedule.files import schedule_named
 from braid.programs.schedule.pipeline import LOOPED, TRAINING, VersionRule, most_held, stage_ranks
 
-__all__ = ["SPLIT_BACKWARD", "Split", "held", "homes", "splits"]
+__all__ = ["GATHERED", "SPLIT_BACKWARD", "Split", "held", "homes", "splits"]
 
+GATHERED = 3  # stage of ZeRO at which parameters are in parts
 SPLIT_BACKWARD = ("zb_h1", "zb_h2", "zbv", "v_half", "v_min")
 TWO_STAGES = (*LOOPED, "zbv", "v_half", "v_min")  # stages of each rank, unless there is a number
 HOLDS_ALL = ("gpipe", "breadth_first")
@@ -109,6 +110,17 @@ class Split:
     def stale(self) -> int:
         """Age of the oldest gradients in steps; 0 unless the pipeline is asynchronous."""
         return {"": 0, "2bw": 1}.get(self.versions, self.pp - 1)
+
+    @property
+    def num_gathers(self) -> int:
+        """Number of times that a step gathers all parameters: after it, or around each use."""
+        return 2 * self.microbatches if self.shard == GATHERED else int(self.shard > 0)
+
+    @property
+    def slots(self) -> float:
+        """Temporary memory of sharded units, in units of the largest layer's bytes."""
+        # stage 1: two sums of parts; stage 2: two gradients; stage 3: two gradients, two parameters
+        return (0.0, 2.0 / self.replicas, 2.0, 4.0)[self.shard]
 
 
 def splits(
