@@ -662,95 +662,81 @@ OF_SERVERS = (
     *("averages weights", "calls the model", "adds noise", "replaces gradients"),
     *("sets gradients", "drops by parameter", "evaluates"),
 )
-DIVIDED = "stage|fsdp|pipeline$|tensor|pp=2|tp=2"
-PIECES = r"stage [12]( alone)?$"
-# (habit, engines, text of an error or a warning); everything else must give the same numbers
+DIVIDED = r"stage \d$|fsdp|pipeline$|tensor|pp=2|tp=2"
+PIECES, SHARDED = r"stage [12]( alone)?$", r"stage \d( alone)?$|fsdp"
+HOROVOD = "horovod( alone)?$"
+# (habits, engines, text of an error or a warning); the first that fits holds, and everything else must give the same numbers
 SAID = [
-    ("torch scales early", "horovod alone", "zero_grad.. was called between backward and step"),
-    ("makes a new optimizer.*", PIECES, "gradients are stored in its shards"),
-    (
-        "makes a new optimizer.*",
-        "horovod( alone)?$",
-        "got a gradient in more than 1 backward passes",
-    ),
-    (
-        "adds a group",
-        "averaging|horovod( alone)?$",
-        "parameter groups added to a wrapped optimizer would not",
-    ),
-    ("assigns a state", r"stage \d( alone)?$|fsdp", "moved, converted or replaced after"),
-    ("assigns a state", "ddp", "have been replaced or added since"),
-    ("assigns a state", "tp=2|tensor", "would replace the shards of parameters"),
-    ("assigns a state", "pp=2", "uses old values of the layers"),
-    ("torch clips by norm", rf"{DIVIDED}", "call .*clip_grad_norm_.* instead"),
-    ("torch clips by norm", "stage 1 alone", "call clip_grad_norm_.* instead"),
-    (
-        "torch clips by (norm|value)|torch scales early",
-        "horovod",
-        r"call optimizer.synchronize\(\) before",
-    ),
     (
         "(torch )?clips by .*|adds noise|(replaces|sets) gradients|accumulates|steps in backward",
         "servers",
         r"`with model.accumulate\(\):`",
     ),
     ("clamps weights|replaces data|restores weights", "servers", "has been changed on this worker"),
+    (
+        "torch clips by (norm|value)|clips by the total norm|torch scales early|optimizes by L-BFGS",
+        "horovod$",
+        r"call optimizer.synchronize\(\) before",
+    ),
+    (
+        "torch scales early|sets gradients",
+        HOROVOD,
+        "zero_grad.. was called between backward and step",
+    ),
+    (
+        "makes a new optimizer.*|accumulates|steps in backward|optimizes by .*",
+        HOROVOD,
+        "got a gradient in more than 1 backward passes",
+    ),
+    ("adds a group", f"averaging|{HOROVOD}", "added to a wrapped optimizer would not"),
+    ("assigns a state", "ddp", "have been replaced or added since"),
+    ("assigns a state", "tp=2|tensor", "would replace the shards of parameters"),
+    ("assigns a state|replaces data", SHARDED, "moved, converted or replaced after"),
+    (
+        "(assigns|restores) .*|averages weights|calls the model",
+        "pp=2",
+        "uses old values of the layers",
+    ),
+    ("averages weights|calls the model", "pipeline( alone)?$", "a Pipeline cannot be called"),
+    ("averages weights", f"{SHARDED}|tensor|tp=2", "sharded model cannot be copied"),
+    ("restores weights", "stage 3$|fsdp", "has only this rank's flat pieces"),
+    ("torch clips by norm", f"{DIVIDED}|stage 1 alone", "call .*clip_grad_norm_.* instead"),
     ("torch clips by value", PIECES, "pass the optimizer's parameters to clip_grad_value_"),
+    (
+        "clips by the total norm",
+        f"{DIVIDED}|stage 1 alone",
+        "call .*clip_grad_norm_.* instead, which returns",
+    ),
     ("torch scales( early)?", DIVIDED, "use braid.parallel.*GradScaler.* instead"),
     ("adds noise|replaces gradients", PIECES, "is stored in pieces, one on each rank"),
     ("sets gradients", PIECES, "has a gradient that this step would not use"),
-    ("sets gradients", "horovod( alone)?$", "zero_grad.. was called between backward and step"),
-    ("accumulates", "horovod( alone)?$", "got a gradient in more than 1 backward passes"),
     ("steps in backward", "ddp|averaging", "were set to None inside of backward"),
-    ("steps in backward", PIECES, "post-accumulate hooks of .* would run without a gradient"),
-    (
-        "steps in backward",
-        "stage 3( alone)?$|fsdp",
-        "post-accumulate hooks of .* would run without a gradient",
-    ),
-    (
-        "steps in backward",
-        "horovod( alone)?$",
-        "got a gradient in more than 1 backward passes",
-    ),
+    ("steps in backward", SHARDED, "post-accumulate hooks of .* would run without a gradient"),
     (
         "steps in backward",
         "pipeline( alone)?$|mesh [a-z]*=2$",
         "a hook has changed a parameter|modified by an inplace operation",
     ),
-    ("averages weights", r"stage \d( alone)?$|fsdp", "sharded model cannot be copied"),
-    ("averages weights", "tensor|tp=2", "a sharded model cannot be copied"),
-    ("averages weights|calls the model", "pipeline( alone)?$", "a Pipeline cannot be called"),
-    ("averages weights|calls the model", "pp=2", "uses old values of the layers"),
-    ("clips by the total norm", f"{DIVIDED}", "call .*clip_grad_norm_.* instead, which returns"),
-    ("clips by the total norm", "stage 1 alone", "call .*clip_grad_norm_.* instead, which returns"),
-    ("clips by the total norm", "horovod", r"call optimizer.synchronize\(\) before"),
-    ("optimizes by L-BFGS", DIVIDED, "LBFGS (takes|cannot)"),
-    ("optimizes by L-BFGS", "stage [13] alone", "LBFGS cannot"),
-    ("optimizes by L-BFGS", "horovod$", r"call optimizer.synchronize\(\) before"),
+    ("optimizes by L-BFGS", f"{DIVIDED}|stage [13] alone", "LBFGS (takes|cannot)"),
     (
-        "optimizes by .*",
-        "horovod( alone)?$",
-        "got a gradient in more than 1 backward passes",
+        "makes a new optimizer.*|optimizes by Adafactor",
+        PIECES,
+        "gradients are stored in its shards",
     ),
-    ("optimizes by Adafactor", PIECES, "gradients are stored in its shards"),
     ("optimizes by Adafactor", "stage 3( alone)?$|fsdp", "uses shapes or norms of whole"),
     ("optimizes by Adafactor", "tensor|tp=2", "uses the shapes or norms of whole parameters"),
     ("penalizes weights", "pipeline$|pp=2", "like a penalty on weights"),
-    ("replaces data", r"stage \d( alone)?$|fsdp", "moved, converted or replaced after"),
-    ("restores weights", "stage 3$|fsdp", "has only this rank's flat pieces"),
-    ("restores weights", "pp=2", "uses old values of the layers"),
 ]
 
 
 def said_for(habit: str, engine: str) -> str | None:
     """Return what an engine must say about a habit; None if it must give the same numbers."""
-    alone = engine.endswith("alone")
-    for habits, engines, text in SAID:
-        fits = re.search(engines, engine) and (not alone or "alone" in engines)
-        if fits and re.fullmatch(habits, habit):
-            return text
-    return None
+    fits = (
+        text
+        for habits, engines, text in SAID
+        if re.search(engines, engine) and re.fullmatch(habits, habit)
+    )
+    return next(fits, None)
 
 
 def habits_of(engine: str) -> tuple[str, ...]:
