@@ -199,7 +199,7 @@ def load(
     where = Path(wanted if wanted not in {"", "auto"} else directory)
     if wanted == str(where) and (where / "checkpoints").is_dir():  # a run's directory
         where /= "checkpoints"
-    if not named and not group.objects.broadcast(_has_checkpoints(where)):
+    if not named and not group.objects.broadcast(where.is_dir() and bool(checkpoint.ls(where))):
         LOG.info("%s has no checkpoint yet: starting a new training", where)
         return 0
     loaded = checkpoint.load(where, group=group)
@@ -329,10 +329,6 @@ def _asked_for() -> str:
         return membership().environment.resume
     except StaleError:
         return ""
-
-
-def _has_checkpoints(where: Path) -> bool:
-    return where.is_dir() and bool(checkpoint.ls(where))
 
 
 def _random_states() -> dict[str, torch.Tensor]:

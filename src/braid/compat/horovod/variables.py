@@ -107,14 +107,6 @@ def _switch(text: str) -> bool:
     return _whole(text) > 0  # any number but 0 switches on
 
 
-def _off(text: str) -> bool:
-    return not _switch(text)
-
-
-def _path(text: str) -> str:
-    return "" if text == DYNAMIC else text
-
-
 def _level(text: str) -> str:
     if text.lower() not in LEVELS:
         raise ValueError(text)
@@ -130,9 +122,11 @@ VARIABLES: Mapping[str, Variable] = {
     "HOROVOD_CYCLE_TIME": Variable("cycle_time_ms", MS, _number),
     "HOROVOD_CACHE_CAPACITY": Variable("cache_capacity", COUNT, _whole),
     "HOROVOD_DISABLE_GROUP_FUSION": Variable("disable_group_fusion", SWITCH, _switch),
-    "HOROVOD_TIMELINE": Variable("timeline", "a path", _path),
+    "HOROVOD_TIMELINE": Variable(
+        "timeline", "a path", lambda text: "" if text == DYNAMIC else text
+    ),
     "HOROVOD_TIMELINE_MARK_CYCLES": Variable("timeline_mark_cycles", SWITCH, _switch),
-    "HOROVOD_STALL_CHECK_DISABLE": Variable("stall_check", SWITCH, _off),
+    "HOROVOD_STALL_CHECK_DISABLE": Variable("stall_check", SWITCH, lambda text: not _switch(text)),
     "HOROVOD_STALL_CHECK_TIME_SECONDS": Variable("stall_check_s", SECONDS, _number),
     "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": Variable("stall_shutdown_s", SECONDS, _number),
     "HOROVOD_ELASTIC_TIMEOUT": Variable("elastic_timeout_s", SECONDS, _number),

@@ -36,7 +36,6 @@ from braid.launch.chaos.undisturbed import compared_again, started
 from braid.launch.observe.live_run import LiveRun
 from braid.launch.observe.status import RankStatus, status_of
 from braid.launch.supervise.run_record import new_log_dir
-from braid.runtime.diagnose.run_events import RunEvent
 from braid.runtime.option_types import Interval
 from braid.runtime.variables import FAULTS
 
@@ -402,7 +401,7 @@ class _Strikes:
             rank
             for rank in status.ranks.values()
             if rank.pid
-            and self._reaches(rank.host)
+            and (not rank.host or self._hosts is not None)  # signals reach this machine
             and self._busy_until_s.get(rank.rank, 0.0) < now_s
         ]
         if fault.kind == "partition":
@@ -424,10 +423,6 @@ class _Strikes:
         while self._due and self._due[0].unix_s <= now_s:
             self._execute(heapq.heappop(self._due))
         return True
-
-    def _reaches(self, host: str) -> bool:
-        """Return whether signals reach the ranks of a host: it is this machine."""
-        return not host or self._hosts is not None
 
     def _cut(self, fault: Fault, now_s: float, free: Sequence[RankStatus]) -> bool:
         """Cut a host off, if one has members; its ranks get no other fault meanwhile."""
@@ -459,7 +454,7 @@ class _Strikes:
         gone = (
             ENDED if due.signum != signal.SIGCONT else ENDED[1:]
         )  # one that leaves may stand still
-        pid = _pid(events)
+        pid = next((event.pid for event in events if event.pid), 0)
         if pid and not any(event.kind in gone for event in events):
             with suppress(ProcessLookupError):
                 os.kill(pid, due.signum)
@@ -475,8 +470,3 @@ class _Strikes:
                     if error.errno != errno.ENOSPC:
                         raise
                     size //= 2
-
-
-def _pid(events: Sequence[RunEvent]) -> int:
-    """Return the process id of a rank; 0 while it is not known."""
-    return next((event.pid for event in events if event.pid), 0)

@@ -122,7 +122,8 @@ class RemoteRank(Rank):
 
     def waits(self) -> list[OpenWait]:
         """Return the open collectives of the rank, at most a second old."""
-        return [self._here(wait) for wait in self._waits]
+        offset_ns = self._agent.offset_ns
+        return [wait._replace(t_ns=wait.t_ns + offset_ns) for wait in self._waits]
 
     def request_stack(self) -> None:
         """Request a stack dump; the backend sends one request for all ranks of a host."""
@@ -162,6 +163,3 @@ class RemoteRank(Rank):
         self._hang_up()
         self.output.close(self._clock.now_ns())
         self.box.close()
-
-    def _here(self, wait: OpenWait) -> OpenWait:
-        return wait._replace(t_ns=wait.t_ns + self._agent.offset_ns)

@@ -207,15 +207,11 @@ def _reserve(
         if not is_announced:
             print(f"Ray answers {state}: others use what was free", file=sys.stderr, flush=True)
             is_announced = True
-        if not _launcher_lives():
+        # the launcher sends nothing before it has the hosts: readable stdin has been closed
+        if select.select([sys.stdin], [], [], 0.0)[0]:
             ray.util.remove_placement_group(group)
             sys.exit(0)
     return Reserved(group, bundles, [])
-
-
-def _launcher_lives() -> bool:
-    # the launcher sends nothing before it has the hosts: readable stdin has been closed
-    return not select.select([sys.stdin], [], [], 0.0)[0]
 
 
 def _start_actors(ray: Any, reserved: Reserved, line: bytes, payload: bytes) -> dict[Any, int]:

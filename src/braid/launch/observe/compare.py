@@ -123,18 +123,15 @@ def print_comparison(comparison: RunComparison, console: Console, *, page: Path)
     table = Table(box=None, pad_edge=False, padding=(0, 2))
     for title in ("", *comparison.names):
         table.add_column(title, justify="right" if title else "left")
+    styles = {"good": "green", "bad": "red"}
     for row in comparison.figures:
         cells = [
-            Text.assemble(text, (f" {change}" if change else "", _style(verdict)))
+            Text.assemble(text, (f" {change}" if change else "", styles.get(verdict, "")))
             for text, change, verdict in zip(row.texts, row.changes, row.verdicts, strict=True)
         ]
         table.add_row(Text(row.name), *cells)
     console.print(table)
     console.print(Text(f"  report  {page}"), soft_wrap=True)
-
-
-def _style(verdict: str) -> str:
-    return {"good": "green", "bad": "red"}.get(verdict, "")
 
 
 def _names(paths: Sequence[Path]) -> tuple[str, ...]:

@@ -257,7 +257,8 @@ def _lane(timeline: RankTimeline, start_ns: int, end_ns: int) -> Lane:
 
     def boxes(intervals: Iterable[EventInterval]) -> tuple[Box, ...]:
         return tuple(
-            box(i.start_ns, i.end_ns, i.role, _title(i), _label(i), open_=i.open) for i in intervals
+            box(i.start_ns, i.end_ns, i.role, _title(i), i.name.partition("(")[0], open_=i.open)
+            for i in intervals
         )
 
     shown = [
@@ -288,10 +289,6 @@ def _lane(timeline: RankTimeline, start_ns: int, end_ns: int) -> Lane:
         tuple(states),
         tuple(boxes(flight) for flight in flights),
     )
-
-
-def _label(interval: EventInterval) -> str:
-    return interval.name.partition("(")[0]
 
 
 def _title(interval: EventInterval) -> str:

@@ -167,7 +167,8 @@ class CapturedGraph:
             why = "".join(f"; {text}" for text in sorted(set(refused.values()))[:3])
             msg = f"{len(modules)} modules cannot be cut{inside} into {num_parts} parts: use "
             raise ConfigError(f"{msg}fewer stages{why if inside else ''}")
-        sizes = {i: self._num_params(self.nodes[i]) + 1 for i in modules}
+        layers = {i: self.modules[str(self.nodes[i].target)] for i in modules}
+        sizes = {i: sum(p.numel() for p in m.parameters()) + 1 for i, m in layers.items()}
         total = sum(sizes.values())
         cuts = [0]
         for position, place in enumerate(places):
@@ -238,9 +239,6 @@ class CapturedGraph:
             else:
                 labels.append(node.name if number == 1 else f"{node.name} call {number}")
         return tuple(labels)
-
-    def _num_params(self, node: GraphNode) -> int:
-        return sum(p.numel() for p in self.modules[str(node.target)].parameters())
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.nodes))

@@ -150,7 +150,7 @@ class GraphNodes(nn.Module):
         for modes, calls in groupby(triples, lambda triple: triple[0].modes):
             with modes.active():
                 for node, label, numbers in calls:
-                    self._run(node, known, now, label, around or _plainly)
+                    self._run(node, known, now, label, around or (lambda _: nullcontext()))
                     for number in numbers:
                         known.pop(number, None)
 
@@ -295,10 +295,6 @@ def last_uses(nodes: Sequence[GraphNode], kept: Iterable[int]) -> list[list[int]
 
 def _key(namespace: Namespace, value: int, target: int) -> SkipKey:
     return SkipKey(namespace, f"value {value} for part {target}")
-
-
-def _plainly(_label: str) -> AbstractContextManager[None]:
-    return nullcontext()
 
 
 def share_modules(whole: nn.Module, segment: GraphSegment) -> None:

@@ -90,7 +90,7 @@ def with_devices(graph: CapturedGraph, device: torch.device) -> CapturedGraph:
             return BatchDevice() if tree == device else tree
         return _mapped(tree, lambda part: walk(part, _node))
 
-    return _changed(graph, walk)
+    return _with_trees(graph, [walk(node.tree, node) for node in _ends(graph)])
 
 
 class Situation(NamedTuple):
@@ -170,10 +170,6 @@ def _merged(
         for one, another in zip(both.nodes, other.nodes, strict=True)
     )
     return dataclasses.replace(both, nodes=nodes)
-
-
-def _changed(graph: CapturedGraph, walk: Walk) -> CapturedGraph:
-    return _with_trees(graph, [walk(node.tree, node) for node in _ends(graph)])
 
 
 def _with_trees(graph: CapturedGraph, trees: Sequence[Any]) -> CapturedGraph:

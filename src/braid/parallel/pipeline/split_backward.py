@@ -64,7 +64,9 @@ class SplitBackward:
         if not self._inputs or not self._outputs:
             return [torch.zeros_like(x) for x in self._inputs]
         self._find_joins()
-        edges = [[GradientEdge(node, k) for k in _slots(node)] for node, _ in self._joins]
+        edges = [
+            [GradientEdge(node, k) for k in range(num_results(node))] for node, _ in self._joins
+        ]
         wanted: list[Any] = [*self._inputs, *(edge for group in edges for edge in group)]
         grads_of_wanted: list[torch.Tensor | None] = list(
             torch.autograd.grad(
@@ -126,11 +128,6 @@ def _node_of(x: torch.Tensor) -> Node:
     node = view.next_functions[0][0]
     assert node is not None
     return node
-
-
-def _slots(node: Node) -> range:
-    """Return the indices of the values that the node's operation returned."""
-    return range(num_results(node))
 
 
 def _nodes_above(roots: Iterable[Node]) -> dict[Node, list[Node]]:

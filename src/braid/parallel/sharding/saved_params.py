@@ -54,7 +54,7 @@ class SavedParams:
         if outer is not None and getattr(outer[0], "sharding", None) is self:
             push_saved_tensors_hooks(*outer)
             return
-        outer_pack, outer_unpack = outer or (_detached, _same)
+        outer_pack, outer_unpack = outer or (_detached, lambda x: x)
         find, restore = self._find, self._restore
 
         def pack(x: torch.Tensor) -> Any:
@@ -94,7 +94,3 @@ def _detached(x: torch.Tensor) -> torch.Tensor:
     A graph that held its own output would never be freed.
     """
     return x.detach()
-
-
-def _same(x: Any) -> Any:
-    return x

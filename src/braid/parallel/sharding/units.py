@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import torch
 from torch import nn
 
 from braid.errors import ConfigError, raise_all
@@ -141,8 +140,14 @@ def check_params(model: nn.Module, table: ParamTable) -> None:
         )
     checks = (
         ("are not contiguous in memory: call .contiguous()", lambda p: not p.is_contiguous()),
-        ("are on the device meta, without values: call to_empty() and set them", _is_meta),
-        ("are not floating-point numbers: register them as buffers", _is_integer),
+        (
+            "are on the device meta, without values: call to_empty() and set them",
+            lambda p: p.is_meta,
+        ),
+        (
+            "are not floating-point numbers: register them as buffers",
+            lambda p: not (p.is_floating_point() or p.is_complex()),
+        ),
     )
     for text, is_wrong in checks:
         names = [r.name for r in table if is_wrong(r.param)]
@@ -154,11 +159,3 @@ def check_params(model: nn.Module, table: ParamTable) -> None:
             f"{first_few(sparse)} have sparse gradients: pass sparse=False to the embedding"
         )
     raise_all(problems)
-
-
-def _is_meta(param: torch.Tensor) -> bool:
-    return param.is_meta
-
-
-def _is_integer(param: torch.Tensor) -> bool:
-    return not (param.is_floating_point() or param.is_complex())

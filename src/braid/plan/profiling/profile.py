@@ -14,7 +14,7 @@ from bisect import bisect
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 
@@ -237,9 +237,5 @@ def read_profile(path: str | Path) -> Profile:
         msg = f"cannot read {path}: {exc.strerror}"
         raise ConfigError(msg) from exc
     except msgspec.MsgspecError as exc:
-        msg = f"{path} is not a profile: {_shortened(exc)}. Make one with `braid profile`"
+        msg = f"{path} is not a profile: {str(exc)[:200]}. Make one with `braid profile`"
         raise ConfigError(msg) from exc
-
-
-def _shortened(exc: Any) -> str:
-    return str(exc)[:200]

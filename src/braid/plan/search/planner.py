@@ -123,9 +123,5 @@ def _rank(estimate: SplitEstimate) -> tuple[float, int, float]:
     split = estimate.split
     parts = [*(n > 1 for axis, n in split.axes.items() if axis != "dp"), split.recompute != "never"]
     parts += [bool(split.strategy)] * 2 + [bool(split.versions)] * 3
-    return _rounded(estimate.seconds), split.shard + sum(parts), estimate.memory.nbytes
-
-
-def _rounded(seconds: float) -> float:
-    """Round to what could be measured: three digits."""
-    return float(f"{seconds:.2e}")
+    seconds = float(f"{estimate.seconds:.2e}")  # what could be measured
+    return seconds, split.shard + sum(parts), estimate.memory.nbytes

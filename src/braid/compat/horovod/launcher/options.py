@@ -66,10 +66,6 @@ def megabytes(text: str) -> str:
         return text
 
 
-def _inverse(text: str) -> str:
-    return "0" if text == "1" else "1"
-
-
 GROUPS: Mapping[str, tuple[Option, ...]] = {
     "information": (
         Option(("-h", "--help"), "show this help and exit", use="ask"),
@@ -167,7 +163,7 @@ GROUPS: Mapping[str, tuple[Option, ...]] = {
         Option(
             ("--stall-check",), "report ranks that have not submitted a tensor (default: yes)",
             variable="HOROVOD_STALL_CHECK_DISABLE", section="stall-check", key="enabled",
-            negated=True, convert=_inverse,
+            negated=True, convert=lambda text: "0" if text == "1" else "1",
         ),
         Option(
             ("--stall-check-warning-time-seconds",), "time that a tensor may be missing on a rank "

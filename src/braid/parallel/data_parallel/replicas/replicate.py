@@ -118,8 +118,9 @@ def refuse_compiled(module: nn.Module) -> None:
     compiled = [name for name, child in named.items() if _is_compiled(child, ids)]
     if compiled:
         where = f"{', '.join(compiled)} of it" if compiled[0] else "it"
+        kind = type(own_modules(module).get("_orig_mod", module)).__name__
         msg = (
-            f"torch.compile has compiled {where} for this one {_kind(module)}, so its copies "
+            f"torch.compile has compiled {where} for this one {kind}, so its copies "
             "cannot run: pass the original module, or use one process per device, where "
             "DistributedDataParallel takes compiled modules"
         )
@@ -240,10 +241,6 @@ def _is_compiled(module: nn.Module, ids: Collection[int]) -> bool:
             if id(getattr(inner, "__self__", None)) in ids:  # plain functions are shared
                 return True
     return False
-
-
-def _kind(module: nn.Module) -> str:
-    return type(vars(module)["_modules"].get("_orig_mod", module)).__name__
 
 
 def _check_replicable(module: nn.Module) -> None:

@@ -74,7 +74,8 @@ def capture(
         (args, kwargs),
     )
     try:
-        named = _named_shapes(model, *dynamic)
+        # the form of torch.export: by arguments of forward
+        named = inspect.signature(model.forward).bind(*dynamic[0], **dynamic[1]).arguments
     except TypeError as exc:
         names = ", ".join(inspect.signature(model.forward).parameters)
         msg = (
@@ -137,11 +138,6 @@ def _variable(x: torch.Tensor) -> dict[int, Any]:
     from torch.export import Dim  # noqa: PLC0415 - slow
 
     return {dim: Dim.AUTO for dim, size in enumerate(x.shape) if size > 1}
-
-
-def _named_shapes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return dynamic shapes in the form of torch.export: by arguments of forward."""
-    return inspect.signature(model.forward).bind(*args, **kwargs).arguments
 
 
 @contextmanager

@@ -131,7 +131,8 @@ def grouped(before: Sequence[Size], after: Sequence[Size]) -> list[tuple[list[in
             outs.append(j)
         i, j = i + len(ins), j + len(outs)
         while not equal(_product(before, ins), _product(after, outs)):
-            grow_in = _fewer(_product(before, ins), _product(after, outs))
+            # varying sizes use the example's
+            grow_in = _hint(_product(before, ins)) < _hint(_product(after, outs))
             if (grow_in and i < len(before)) or j >= len(after):
                 if i >= len(before):
                     break
@@ -149,11 +150,6 @@ def _product(shape: Sequence[Size], dims: Sequence[int]) -> Size:
     for dim in dims:
         product = product * shape[dim]  # type: ignore[operator]
     return product
-
-
-def _fewer(a: Size, b: Size) -> bool:
-    """Return whether a product is less than another; varying sizes use the example's."""
-    return _hint(a) < _hint(b)
 
 
 def _hint(size: Size) -> int:

@@ -67,7 +67,8 @@ def pair(graph: fx.Graph, mesh: Mesh, axis: str, options: InsertionOptions) -> P
         trial = Insertion(_copy(graph), mesh, chooser.layouts, replace(options, strict=False))
         trial.choose = chooser.choose
         trial.run()
-        problem = _first(trial.conflicts) or chooser.small_head(trial)
+        known = (conflict for conflict in trial.conflicts if conflict.origins)
+        problem = next(known, None) or chooser.small_head(trial)
         if problem is None:
             break
         for name in problem.origins:
@@ -265,10 +266,6 @@ def _tied(graph: fx.Graph) -> set[str]:
         if isinstance(weight, fx.Node) and (chain := _chain(weight)) is not None:
             users.setdefault(str(chain[-1].target), set()).add(call.name)
     return {name for name, uses in users.items() if {"aten.embedding", "aten.linear"} <= uses}
-
-
-def _first(conflicts: list[Conflict]) -> Conflict | None:
-    return next((conflict for conflict in conflicts if conflict.origins), None)
 
 
 def _copy(graph: fx.Graph) -> fx.Graph:

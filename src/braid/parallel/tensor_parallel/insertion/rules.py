@@ -109,12 +109,9 @@ def _einsum(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
     if not arrow or "." in equation or any(len(set(term)) < len(term) for term in terms):
         return Labels([], [])
     letters = {letter: index for index, letter in enumerate(sorted(set("".join(terms))))}
-    *inputs, output = (_letters(letters, term) for term in terms)
+    dims: list[Dims] = [tuple(letters[letter] for letter in term) for term in terms]
+    *inputs, output = dims
     return Labels(inputs, [output], frozenset(letters.values()).difference(output))
-
-
-def _letters(letters: dict[str, int], term: str) -> Dims:
-    return tuple(letters[letter] for letter in term)
 
 
 def _convolution(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:

@@ -70,16 +70,12 @@ def _senders(num_ranks: int, distance: int) -> Ranks:
     return places[places + distance < num_ranks]
 
 
-def _whole(_rank: int, _repetition: int) -> Sequence[int]:
-    return (0,)
-
-
 def _down(num_ranks: int, root: int) -> list[Round]:
     rounds = []
     for distance in _distances(num_ranks):
         senders = _senders(num_ranks, distance)
         targets = (senders + distance + root) % num_ranks
-        rounds.append(Round((senders + root) % num_ranks, targets, 1, _whole))
+        rounds.append(Round((senders + root) % num_ranks, targets, 1, lambda *_: (0,)))
     return rounds
 
 
