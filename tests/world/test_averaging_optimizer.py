@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from training import values
+from training import said_by, values
 
 from braid.comm import Group
 from braid.errors import CommError, ConfigError, MismatchError
@@ -150,11 +150,10 @@ def _refused(group: Group, what: str) -> str:
     module = net(4 if what == "shape" and group.rank else 5)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     named = list(module.named_parameters())[: 1 if what == "names" else None]
-    try:
-        AveragingOptimizer(optimizer, named, process_group=group)
-    except (ConfigError, MismatchError) as error:
-        return str(error)
-    return "nothing happened"
+    return said_by(
+        lambda: AveragingOptimizer(optimizer, named, process_group=group),
+        (ConfigError, MismatchError),
+    )
 
 
 @pytest.mark.parametrize(
@@ -380,11 +379,9 @@ def test_the_optimizer_does_about_nan_what_the_wrapper_does(world, nonfinite, wo
 
 def _misspelt(group: Group) -> str:
     optimizer = torch.optim.SGD(net().parameters(), lr=0.1)
-    try:
-        AveragingOptimizer(optimizer, process_group=group, nonfinite="explode")
-    except ConfigError as error:
-        return str(error)
-    return "nothing happened"
+    return said_by(
+        lambda: AveragingOptimizer(optimizer, process_group=group, nonfinite="explode"), ConfigError
+    )
 
 
 def test_other_words_are_refused_before_the_optimizer_is_changed(world):

@@ -8,6 +8,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from training import said_by
 
 from braid.comm import Group
 from braid.errors import CommError, ConfigError, MismatchError
@@ -117,11 +118,7 @@ def test_no_sync_accumulates_locally_and_the_next_backward_averages_the_sum(worl
 def _other_model(group: Group) -> str:
     width = 4 if group.rank == 1 else 3
     model = nn.Sequential(nn.Linear(2, width), nn.Linear(width, 1))
-    try:
-        DistributedDataParallel(model, process_group=group)
-    except MismatchError as error:
-        return str(error)
-    return "nothing happened"
+    return said_by(lambda: DistributedDataParallel(model, process_group=group), MismatchError)
 
 
 @pytest.mark.procs
@@ -134,11 +131,7 @@ def test_processes_with_other_parameters_see_the_lines_that_differ(procs):
 
 def _frozen(group: Group) -> str:
     model = nn.Linear(2, 2, device="meta").requires_grad_(False)
-    try:
-        DistributedDataParallel(model, process_group=group)
-    except ConfigError as error:
-        return str(error)
-    return ""
+    return said_by(lambda: DistributedDataParallel(model, process_group=group), ConfigError)
 
 
 def test_a_model_without_trained_parameters_is_refused(world):

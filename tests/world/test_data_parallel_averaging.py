@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from training import said_by
 
 from braid.comm import Group
 from braid.errors import ConfigError, MismatchError, StaleError
@@ -128,11 +129,7 @@ def _refused(group: Group, case: str) -> str:
         "diloco's": lambda: DiLoCo(torch.optim.SGD([nn.Parameter(torch.ones(1))]), period=2.5),
         "powersgd's": lambda: PowerSGDOptions(rank=1.5, start=0.5),
     }
-    try:
-        calls[case]()
-    except ConfigError as error:
-        return str(error)
-    return ""
+    return said_by(calls[case], ConfigError)
 
 
 @pytest.mark.parametrize(
@@ -198,11 +195,7 @@ def _swapped(group: Group, kind: str) -> str:
         "averager": lambda: PeriodicModelAverager(2, 0, group).average_parameters(params),
         "diloco": lambda: DiLoCo(torch.optim.SGD(params, lr=0.1), process_group=group),
     }
-    try:
-        calls[kind]()
-    except MismatchError as error:
-        return str(error)
-    return ""
+    return said_by(calls[kind], MismatchError)
 
 
 @pytest.mark.parametrize("kind", ["averager", "diloco"])
@@ -401,11 +394,7 @@ def test_a_scaler_reaches_the_fused_optimizer_inside_and_all_count_the_steps_tha
 def _copied(group: Group, copy_of: Any) -> str:
     averager = PeriodicModelAverager(2, 0, group)
     inner = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    try:
-        copy_of(PostLocalSGDOptimizer(inner, averager))
-    except ConfigError as error:
-        return str(error)
-    return ""
+    return said_by(lambda: copy_of(PostLocalSGDOptimizer(inner, averager)), ConfigError)
 
 
 @pytest.mark.parametrize("copy_of", [copy.deepcopy, pickle.dumps])
@@ -426,11 +415,7 @@ def _grown(group: Group, how: str) -> str:
         params[1].requires_grad_(True)
     else:
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
-    try:
-        optimizer.step()
-    except ConfigError as error:
-        return str(error)
-    return ""
+    return said_by(optimizer.step, ConfigError)
 
 
 @pytest.mark.parametrize("how", ["unfrozen", "added"])
@@ -547,11 +532,7 @@ def test_diloco_sends_what_its_state_owes_once(world):
 
 def _state_of_inner(group: Group) -> str:
     optimizer = DiLoCo(torch.optim.SGD(Model().parameters()), process_group=group)
-    try:
-        optimizer.load_state_dict(optimizer.optim.state_dict())
-    except ConfigError as error:
-        return str(error)
-    return ""
+    return said_by(lambda: optimizer.load_state_dict(optimizer.optim.state_dict()), ConfigError)
 
 
 def test_diloco_refuses_the_state_of_something_else(world):

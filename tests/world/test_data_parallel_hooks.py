@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch_jobs import run
+from training import said_by
 
 from braid.comm import Group
 from braid.comm.formats import LowRank
@@ -480,11 +481,9 @@ def test_power_sgd_without_error_feedback_does_not(world):
 
 
 def _refused(group: Group, name: str) -> str:
-    try:
-        DistributedDataParallel(_model(), process_group=group, hook=name)
-    except ConfigError as error:
-        return str(error)
-    return ""
+    return said_by(
+        lambda: DistributedDataParallel(_model(), process_group=group, hook=name), ConfigError
+    )
 
 
 @pytest.mark.parametrize(
@@ -546,11 +545,7 @@ def _other_state(group: Group, hook: Any) -> str:
     other = DistributedDataParallel(_model(), process_group=group)
     if hook is not None:
         other.register_comm_hook(None, hook)
-    try:
-        other.load_hook_state(wrapped.hook_state())
-    except ConfigError as error:
-        return str(error)
-    return ""
+    return said_by(lambda: other.load_hook_state(wrapped.hook_state()), ConfigError)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from training import said_by
 
 import braid.compat.horovod.torch as hvd
 from braid.comm import Group
@@ -50,11 +51,7 @@ def values(params: list[nn.Parameter]) -> list[list[float]]:
 
 
 def said(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except (AssertionError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing happened"
+    return said_by(call, (AssertionError, RuntimeError))
 
 
 # Several optimizers.

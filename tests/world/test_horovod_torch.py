@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from training import said_by
 
 import braid.compat.horovod.torch as hvd
 from braid.comm import Group
@@ -35,11 +36,7 @@ def horovod(group: Group, **variables: str) -> Iterator[None]:
 
 
 def said(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except (BraidError, RuntimeError, ValueError, AssertionError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing happened"
+    return said_by(call, (BraidError, RuntimeError, ValueError, AssertionError))
 
 
 def numbers(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -253,11 +253,9 @@ def _break(group: Group, backward: bool) -> str:
     model = layers()
     model[5] = Breaks(backward=backward)
     pipeline = Pipeline(model, num_microbatches=4, group=group)
-    try:
-        pipeline.step(*batch_of(8, 0), loss=loss_of)
-    except (FileNotFoundError, CommError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return said_by(
+        lambda: pipeline.step(*batch_of(8, 0), loss=loss_of), (FileNotFoundError, CommError)
+    )
 
 
 @pytest.mark.parametrize(
