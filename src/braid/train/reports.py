@@ -124,9 +124,7 @@ Report: TypeAlias = (
     TrainingStarted | Stepped | Evaluated | Checkpointed | Sampled | TrainingFinished
 )
 
-_DECODER = msgspec.json.Decoder(
-    TrainingStarted | Stepped | Evaluated | Checkpointed | Sampled | TrainingFinished
-)
+_DECODER = msgspec.json.Decoder(Report)
 
 
 def parse_report(line: bytes) -> Report | None:

@@ -18,39 +18,14 @@ __all__ = ["OptimizerKind", "kind_of_optimizer", "refusal_of_optimizer"]
 
 OptimizerKind: TypeAlias = Literal["by elements", "whole", "together", "unknown"]
 
-BY_ELEMENTS = frozenset(
-    [
-        "ASGD",
-        "Adadelta",
-        "Adagrad",
-        "Adam",
-        "AdamW",
-        "Adamax",
-        "NAdam",
-        "RAdam",
-        "RMSprop",
-        "Rprop",
-        "SGD",
-        "Lion",
-    ]
-)
-WHOLE = frozenset(
-    [
-        "Adafactor",
-        "Muon",
-        "LARS",
-        "LAMB",
-        "Lamb",
-        "Lars",
-        "FusedLAMB",
-        "NovoGrad",
-        "Shampoo",
-        "SOAP",
-        "Kron",
-        "PSGD",
-        "Prodigy",
-    ]
-)
+BY_ELEMENTS = {
+    *("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop"),
+    *("Rprop", "SGD", "Lion"),
+}
+WHOLE = {
+    *("Adafactor", "Muon", "LARS", "LAMB", "Lamb", "Lars", "FusedLAMB", "NovoGrad", "Shampoo"),
+    *("SOAP", "Kron", "PSGD", "Prodigy"),
+}
 REFUSED = {
     "LBFGS": "it takes inner products of all parameters together",
     "SparseAdam": "it takes sparse gradients, which are not summed in flat vectors",

@@ -117,18 +117,6 @@ class Executor:
         self._on_sent = on_sent
         self._under_way: dict[Key, Any] = {}
         self._results: dict[int, Any] = {}
-        self._table: dict[str, Callable[[Action], None]] = {
-            "recv_f": self._recv_f,
-            "F": self._forward,
-            "send_f": self._send_f,
-            "R": self._recompute,
-            "recv_b": self._recv_b,
-            "B": self._backward,
-            "I": self._backward_to_inputs,
-            "W": self._backward_to_weights,
-            "send_b": self._send_b,
-            "STEP": self._step,
-        }
         self._batches: Microbatches = ()
         self._draws: DrawsOf | None = None
         self._loss_of: LossOf | None = None
@@ -201,7 +189,7 @@ class Executor:
         try:
             for action in actions:
                 with self._carrier.span(f"{action.kind}{action.unit}", action.index):
-                    self._table[action.kind](action)
+                    self._execute(action)
                 if self._on_gradients is not None and self._final.get(action.unit) is action:
                     self._on_gradients(action.unit)
             self._carrier.finish()
@@ -233,10 +221,36 @@ class Executor:
         for stage in self._stages.values():
             stage.clear()
 
-    # One method per kind of action
-
-    def _recv_f(self, action: Action) -> None:
-        self._under_way[VALUE, action.unit, action.index] = self._carrier.recv_value(action.peer)
+    def _execute(self, action: Action) -> None:
+        carrier, stage, i = self._carrier, self._stages[action.unit], action.index
+        match action.kind:
+            case "recv_f":
+                self._under_way[VALUE, action.unit, i] = carrier.recv_value(action.peer)
+            case "F":
+                self._forward(action)
+            case "send_f":
+                output = self._under_way.pop((OUTPUT, action.unit, i))
+                self._on_sent(action, output)
+                carrier.send_value(output, action.peer)
+            case "R":
+                self._recompute(action)
+            case "recv_b":
+                grads = carrier.recv_tensors(stage.outputs(i), action.peer)
+                self._under_way[GRADS, action.unit, i] = grads
+            case "B":
+                self._hand_on(action, stage.backward(i, self._grads_of_outputs(action)))
+            case "I":
+                grads_of_inputs = stage.backward_to_inputs(i, self._grads_of_outputs(action))
+                self._hand_on(action, grads_of_inputs)
+            case "W":
+                stage.backward_to_weights(i)
+            case "send_b":
+                grads = self._under_way.pop((INPUT_GRADS, action.unit, i))
+                self._on_sent(action, grads)
+                carrier.send_tensors(grads, action.peer)
+            case "STEP":
+                assert self._on_step is not None, "checked in the constructor"
+                self._on_step(action)
 
     def _forward(self, action: Action) -> None:
         stage, i = self._stages[action.unit], action.index
@@ -288,11 +302,6 @@ class Executor:
         seed = [torch.ones_like(loss)] if loss.requires_grad else []
         self._under_way[GRADS, stage.index, i] = seed
 
-    def _send_f(self, action: Action) -> None:
-        output = self._under_way.pop((OUTPUT, action.unit, action.index))
-        self._on_sent(action, output)
-        self._carrier.send_value(output, action.peer)
-
     def _recompute(self, action: Action) -> None:
         stage, i = self._stages[action.unit], action.index
         output = stage.recompute(i)
@@ -301,27 +310,6 @@ class Executor:
                 loss = self._loss_of(output, i)
             self._results[i] = loss.detach()
             self._begin_backward_at(stage, i, loss)
-
-    def _recv_b(self, action: Action) -> None:
-        outputs = self._stages[action.unit].outputs(action.index)
-        grads = self._carrier.recv_tensors(outputs, action.peer)
-        self._under_way[GRADS, action.unit, action.index] = grads
-
-    def _backward(self, action: Action) -> None:
-        stage = self._stages[action.unit]
-        self._hand_on(action, stage.backward(action.index, self._grads_of_outputs(action)))
-
-    def _backward_to_inputs(self, action: Action) -> None:
-        stage = self._stages[action.unit]
-        grads = self._grads_of_outputs(action)
-        self._hand_on(action, stage.backward_to_inputs(action.index, grads))
-
-    def _backward_to_weights(self, action: Action) -> None:
-        self._stages[action.unit].backward_to_weights(action.index)
-
-    def _step(self, action: Action) -> None:
-        assert self._on_step is not None, "checked in the constructor"
-        self._on_step(action)
 
     def _grads_of_outputs(self, action: Action) -> Mapping[Edge | None, Gradients]:
         """Return the gradients of a stage's output and stashed tensors."""
@@ -349,8 +337,3 @@ class Executor:
             self._under_way[GRADS, stage.index - 1, i] = grads[None]
         else:
             self._under_way[INPUT_GRADS, stage.index, i] = grads[None]
-
-    def _send_b(self, action: Action) -> None:
-        grads = self._under_way.pop((INPUT_GRADS, action.unit, action.index))
-        self._on_sent(action, grads)
-        self._carrier.send_tensors(grads, action.peer)
