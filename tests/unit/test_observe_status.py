@@ -18,7 +18,7 @@ from braid.errors import ConfigError
 from braid.launch.observe.live_run import LiveRun, latest_run
 from braid.launch.observe.prometheus import export, prometheus_text
 from braid.launch.observe.status import RankStatus, RunStatus, status_of, status_view
-from braid.launch.supervise.event_log import EventLog
+from braid.launch.supervise.journal import EventLog
 from braid.launch.supervise.run_record import write_record
 from braid.runtime.clock import VirtualClock
 from braid.runtime.diagnose.run_events import EVENTS_FILE, RunEvent

@@ -210,7 +210,8 @@ class Trainer:
             if last or (config.eval_every and self._step % config.eval_every == 0):
                 self._evaluate()
             self._report_saved(wait=False)
-            if last or signum or self._checkpoint_is_due():
+            every = config.checkpoint_every
+            if last or signum or (every and self._step % every == 0):
                 self._checkpoint()
             if last or signum:
                 self._report_saved(wait=True, is_last=True)
@@ -360,10 +361,6 @@ class Trainer:
         with self._group.context.events.span("evaluate", seq=self._step):
             loss = self._shards.evaluate(self._held_out, self._eval_indices)
         self._reporter.write(Evaluated(step=self._step, eval_loss=loss))
-
-    def _checkpoint_is_due(self) -> bool:
-        every = self._config.checkpoint_every
-        return bool(every) and self._step % every == 0
 
     def _checkpoint(self) -> None:
         if self._saved_step == self._step:

@@ -91,7 +91,8 @@ class TracebackFilter:
     def feed(self, line: Line) -> list[Line]:
         """Add `line` and return the lines that can be shown now."""
         if BEGINS.match(line.text):
-            return [*self._release(), *self._hold(line)]
+            earlier, self._held = self._held, [line]
+            return earlier
         if not self._held:
             return self._after(line)
         self._held.append(line)
@@ -102,16 +103,9 @@ class TracebackFilter:
 
     def flush(self) -> list[Line]:
         """Return the held lines, of an incomplete traceback or after a hidden one."""
-        between, self._between = self._between, []
-        return [*between, *self._release()]
-
-    def _hold(self, line: Line) -> list[Line]:
-        self._held = [line]
-        return []
-
-    def _release(self) -> list[Line]:
-        held, self._held = self._held, []
-        return held
+        lines = [*self._between, *self._held]
+        self._between, self._held = [], []
+        return lines
 
     def _traceback(self, lines: list[Line]) -> list[Line]:
         """Return the lines of a complete traceback that are shown."""

@@ -5,19 +5,23 @@ A file that cannot be written ends no run: the user is told the reason once.
 
 from __future__ import annotations
 
+import fcntl
+import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
 
 from braid._version import __version__
 from braid.launch.process.job import JobSpec, Outcome
 from braid.launch.process.output import Console
 from braid.launch.process.traceback_filter import SharedTracebacks
 from braid.launch.supervise.backend import RankBackend
-from braid.launch.supervise.event_log import EventLog
 from braid.launch.supervise.hang_monitor import HangMonitor
 from braid.launch.supervise.rank import Rank
 from braid.launch.supervise.run_record import (
@@ -28,7 +32,9 @@ from braid.launch.supervise.run_record import (
 )
 from braid.launch.supervise.supervisor_state import RankFacts, SupervisorState, Warn
 from braid.runtime.clock import Clock
+from braid.runtime.closing import Closing
 from braid.runtime.diagnose.block import SavedCheckpoint, rank_list
+from braid.runtime.diagnose.run_events import EVENTS_FILE, RunEvent
 from braid.runtime.diagnose.run_record import RunRecord
 from braid.runtime.diagnose.verdict import (
     Ending,
@@ -42,9 +48,50 @@ from braid.runtime.diagnose.verdict import (
 from braid.runtime.metrics import MetricsFiles
 from braid.runtime.rendezvous import Loaded, Logged, Saved
 
-__all__ = ["RunJournal"]
+__all__ = ["EventLog", "RunJournal"]
 
 NOTICE_NS = 2_000_000  # a surviving rank may notice a death this long before the launcher does
+
+
+class EventLog(Closing):
+    """Appends events to a file of the run's directory, on which it holds a shared lock.
+
+    The kernel releases the lock however the launcher ends, so readers know whether more can come.
+    Lines that a full disk refuses are kept, and written with the next one.
+
+    Args:
+        run_directory: Directory of the run. The file is made with its first line.
+    """
+
+    def __init__(self, run_directory: Path) -> None:
+        self._path = run_directory / EVENTS_FILE
+        self._file: BinaryIO | None = None
+        self._unwritten = b""
+
+    def append(self, kind: Any, **values: Any) -> None:
+        """Append an event with the current time.
+
+        Args:
+            kind: Kind of the event; see `RunEvent`.
+            values: Other fields of `RunEvent`.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        event = RunEvent(round(time.time(), 4), kind, **values)
+        self._unwritten += msgspec.json.encode(event) + b"\n"
+        if self._file is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("ab", buffering=0)
+            with suppress(OSError):  # file systems without locks
+                fcntl.flock(self._file, fcntl.LOCK_SH)
+        while self._unwritten:
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) or 0 :]
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        if self._file is not None:
+            self._file.close()
 
 
 class RunJournal(AbstractContextManager["RunJournal"]):

@@ -7,10 +7,15 @@ from braid.parallel.sharding.fully_shard import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from braid.parallel.sharding.grad_scaler import ShardedGradScaler
 from braid.parallel.sharding.layouts import Bytes, Layouts, layouts_of
 from braid.parallel.sharding.memory import LiveBytes, live_bytes, memory_of
-from braid.parallel.sharding.optimizer import attach, has_pieces, needs_whole, shard_optimizer
+from braid.parallel.sharding.optimizer import (
+    ShardedGradScaler,
+    attach,
+    has_pieces,
+    needs_whole,
+    shard_optimizer,
+)
 from braid.parallel.sharding.options import ShardingOptions
 from braid.parallel.sharding.policies import (
     CPUOffloadPolicy,

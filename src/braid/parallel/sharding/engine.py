@@ -76,6 +76,7 @@ class Sharding:
         table: Parameters by name; the same objects as in the model.
         flats: Flat vectors of parameters, first those of the root unit (the model itself).
         gradients: Gradients of the flat vectors, in the order of backward.
+        reducer: Averages these gradients.
         units: Modules with parameters that are gathered together, first the root unit.
         shares_late: Whether the optimizer's step is local: stepped parameters are gathered when
             `share` is called, or the next step begins.
@@ -131,7 +132,7 @@ class Sharding:
             for spec, unit_flats in zip(specs, flats, strict=True)
         ]
         self.gradients = self._make_gradients()
-        self._reducer = ShardReducer(
+        self.reducer = ShardReducer(
             self.gradients,
             self.places.groups,
             self._before_backward_ends,
@@ -139,9 +140,9 @@ class Sharding:
         )
         self._residency = Residency(
             self.units,
-            self._reducer.backward_begins,
+            self.reducer.backward_begins,
             self._before_forward,
-            lambda unit: self._reducer.complete(unit.flats),
+            lambda unit: self.reducer.complete(unit.flats),
             keeps_last=self.options.reshard_after_forward is None,
         )
         policy = self.options.offload
@@ -199,7 +200,7 @@ class Sharding:
 
     def zero_grad(self) -> None:
         """Drop all gradients, including local gradients from `no_sync`."""
-        self.drop_local_gradients()
+        self.reducer.drop()
         for _, owned in self.owned():
             owned.grad = None
 
@@ -225,25 +226,12 @@ class Sharding:
             copied |= flat.keep_own_gradients(copied_rank)
         return copied
 
-    def drop_local_gradients(self) -> None:
-        """Drop local gradients from `no_sync`."""
-        self._reducer.drop()
-
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which gradients stay local; the next backward outside averages.
 
         Cost: memory for whole gradients.
         """
-        return self._reducer.no_sync()
-
-    @property
-    def synchronizes(self) -> bool:
-        """Whether backwards average gradients; read when a backward begins."""
-        return self._reducer.synchronizes
-
-    @synchronizes.setter
-    def synchronizes(self, value: bool) -> None:
-        self._reducer.synchronizes = value
+        return self.reducer.no_sync()
 
     def begin_step(self) -> None:
         """Begin a step: share the last optimizer step's results, and record the order of units.
@@ -258,15 +246,7 @@ class Sharding:
 
         For engines that run several backwards per step, such as pipelines.
         """
-        self._reducer.average()
-
-    def later_hooks(self) -> list[str]:
-        """Return the parameters with post-accumulate hooks from after the model was sharded."""
-        return self._reducer.later_hooks()
-
-    def check_step(self) -> None:
-        """Raise if the program has set gradients that an optimizer's step would not use."""
-        self._reducer.check_step()
+        self.reducer.average()
 
     def share_step(self) -> None:
         """Gather the parameters that an optimizer's step has changed on all ranks; a collective.
@@ -274,7 +254,7 @@ class Sharding:
         No-op at stage 3, because parameters are gathered before use.
         """
         self._has_shared = False
-        self._reducer.note_step()
+        self.reducer.note_step()
         if not self.shares_late:
             self.share()
 
@@ -322,8 +302,8 @@ class Sharding:
         if sharding_of(self.model) is not self:
             return
         self._residency.close()
-        self._reducer.hide_moved()
-        self._reducer.close()
+        self.reducer.hide_moved()
+        self.reducer.close()
         delattr(self.model, MARK)
         for record in self.table:
             delattr(record.param, MARK)
@@ -433,10 +413,10 @@ class Sharding:
         Raises:
             ConfigError: See `check_unchanged`.
         """
-        if self._reducer.is_in_backward:
+        if self.reducer.is_in_backward:
             for unit in self._residency.shadow_backward():
-                self._reducer.complete(unit.flats)
-            self._reducer.abandon()
+                self.reducer.complete(unit.flats)
+            self.reducer.abandon()
         check_unchanged(self)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:

@@ -27,7 +27,7 @@ from braid.parallel.sharding import gathered_state
 from braid.parallel.sharding.engine import Sharding
 from braid.parallel.sharding.optimizer import refuse_wrong_rules
 from braid.parallel.sharding.options import ShardingOptions
-from braid.parallel.sharding.policies import MixedPrecisionPolicy, offload_of, precision_of
+from braid.parallel.sharding.policies import offload_of, precision_of
 
 __all__ = ["FullyShardedDataParallel", "ShardedModule", "make_sharding"]
 
@@ -228,7 +228,9 @@ def make_sharding(
         ),
         replicas=groups.replicas,
     )
-    _cast(sharding, precision)
+    for unit in sharding.units if precision.cast_forward_inputs else ():
+        unit.input_dtype = precision.param_dtype
+    sharding.units[0].output_dtype = precision.output_dtype
     refuse_wrong_rules(sharding)
     return sharding
 
@@ -295,10 +297,3 @@ def _check_axes(num_axes: int, shown: str) -> None:
             'in mesh["replica", "shard"], or only the axis of shards'
         )
         raise ConfigError(msg)
-
-
-def _cast(sharding: Sharding, policy: MixedPrecisionPolicy) -> None:
-    """Convert inputs of units, and outputs of the model, to the policy's dtypes."""
-    for unit in sharding.units if policy.cast_forward_inputs else ():
-        unit.input_dtype = policy.param_dtype
-    sharding.units[0].output_dtype = policy.output_dtype

@@ -56,7 +56,7 @@ class FSDPModule(ShardedModule):
         Args:
             requires_gradient_sync: Whether to average; if False, gradients stay local to the rank.
         """
-        self.sharding.synchronizes = requires_gradient_sync
+        self.sharding.reducer.synchronizes = requires_gradient_sync
 
     def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
         """Raise once the module is sharded, because it would return the flat shards of one rank.

@@ -1,4 +1,4 @@
-"""Kinds of optimizers for sharding, and optimizer steps on the pieces of this rank.
+"""Kinds of optimizers for sharding, and optimizer steps and scalers for this rank's pieces.
 
 by elements   each element changes by its own gradient and state: bits do not depend on the sharding
 whole         updates use the shape or norm of a parameter: each parameter belongs to one rank
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from braid.errors import ConfigError, raise_all
+from braid.parallel.gradients.grad_scaler import AgreedGradScaler
 from braid.parallel.gradients.incomplete import check_steps, engines_of
 from braid.parallel.gradients.optimizer_in_place import refuse_copy
 from braid.parallel.gradients.optimizer_kinds import kind_of_optimizer, refusal_of_optimizer
@@ -23,7 +24,14 @@ from braid.parallel.gradients.process_groups import group_of
 from braid.parallel.sharding.engine import Sharding
 from braid.parallel.sharding.options import ShardingOptions
 
-__all__ = ["attach", "has_pieces", "needs_whole", "refuse_wrong_rules", "shard_optimizer"]
+__all__ = [
+    "ShardedGradScaler",
+    "attach",
+    "has_pieces",
+    "needs_whole",
+    "refuse_wrong_rules",
+    "shard_optimizer",
+]
 
 
 def needs_whole(optimizer: torch.optim.Optimizer) -> bool:
@@ -131,7 +139,7 @@ def attach(
     def before_step(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
         engine = reference()
         if engine is not None:
-            engine.check_step()
+            engine.reducer.check_step()
 
     def after_step(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
         engine = reference()
@@ -179,6 +187,20 @@ def _check_step(engine: Sharding, optimizer: torch.optim.Optimizer) -> None:
         raise ConfigError(msg)
 
 
+class ShardedGradScaler(AgreedGradScaler):
+    """A `torch.amp.GradScaler` for a sharded model; see `AgreedGradScaler`.
+
+    Args:
+        sharding: Engine of the model.
+        options: Arguments of torch's scaler, such as `init_scale`.
+    """
+
+    def __init__(self, sharding: Sharding, **options: Any) -> None:
+        places = sharding.places
+        groups = [group for group in (places.group, places.replicas) if group is not None]
+        super().__init__(groups, sharding.flats[0].master_device, **options)
+
+
 class _Attached:
     """Methods of an optimizer that steps on pieces; its class becomes a subclass of this one."""
 
@@ -189,7 +211,7 @@ class _Attached:
         super().zero_grad(set_to_none)  # type: ignore[misc]  # of the optimizer
         engine = type(self).braid_sharding()
         if engine is not None:
-            engine.drop_local_gradients()
+            engine.reducer.drop()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add this rank's pieces of parameters of the sharded model.

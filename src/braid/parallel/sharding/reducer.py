@@ -47,6 +47,8 @@ class ShardReducer(GradientListener):
 
     Attributes:
         synchronizes: False while gradients stay local and accumulate; read when backward begins.
+        is_in_backward: Whether a backward has begun and not ended; True in a forward if the last
+            backward raised.
         order: Vectors in the order in which their sums are started.
     """
 
@@ -82,7 +84,7 @@ class ShardReducer(GradientListener):
         length = len(leaves) + context.world_size
         self._has = gradients[0].flat.places.group.empty((length,), torch.uint8).zero_()
         self._requests = [g.persistent("all_reduce", self._has, op="max") for g in groups]
-        self._is_in_backward = self._are_shown = False
+        self.is_in_backward = self._are_shown = False
         self._sums = True
         self._next = 0
         moves = any(g.flat.stage != STAGE_OF_PARAMETERS for g in gradients)
@@ -91,9 +93,9 @@ class ShardReducer(GradientListener):
 
     def backward_begins(self) -> None:
         """Prepare for the gradients of a backward; no-op during a backward."""
-        if self._is_in_backward:
+        if self.is_in_backward:
             return
-        self._is_in_backward = True
+        self.is_in_backward = True
         self._sums = self.synchronizes
         self._next = 0
         self._seen.clear()
@@ -165,16 +167,11 @@ class ShardReducer(GradientListener):
 
     def average(self) -> None:
         """Average the local gradients from backwards inside of `no_sync`; a collective."""
-        self._is_in_backward, self._sums, self._next = True, True, 0
+        self.is_in_backward, self._sums, self._next = True, True, 0
         for gradients in self._gradients:
             gradients.is_launched = False
             self._missing[id(gradients)] = 0
         self._end()
-
-    @property
-    def is_in_backward(self) -> bool:
-        """Whether a backward has begun and not ended; True in a forward if the last one raised."""
-        return self._is_in_backward
 
     def complete(self, flats: Sequence[FlatShard]) -> None:
         """Expect no further gradients of these vectors in this backward, and start their sums."""
@@ -186,7 +183,7 @@ class ShardReducer(GradientListener):
 
     def abandon(self) -> None:
         """End a backward that raised on this rank, and make other ranks raise as well."""
-        self._is_in_backward = False
+        self.is_in_backward = False
         if self._sums:
             self._has[self._own_flag] = 1
             self._finish_sums()
@@ -211,21 +208,17 @@ class ShardReducer(GradientListener):
             return
         for busy in gradients.busy():
             busy.finish()
-        self._note(gradients)
-        gradients.launch()
-
-    def _note(self, gradients: FlatGradients) -> None:
-        """Record which gradients this rank has."""
         first = self._firsts[id(gradients)]
-        has = gradients.has_gradients()
+        has = gradients.has_gradients()  # on this rank
         self._has[first : first + len(has)] = torch.tensor(has, dtype=torch.uint8)
+        gradients.launch()
 
     def _backward_ended(self) -> None:
         self._before_end()
         self._end()
 
     def _end(self) -> None:
-        self._is_in_backward = False
+        self.is_in_backward = False
         lost = self._finish_sums() if self._sums else []
         self._on_end()
         if lost:

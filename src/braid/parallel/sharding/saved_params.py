@@ -50,7 +50,7 @@ class SavedParams:
 
     def push(self) -> None:
         """Activate the hooks in this thread."""
-        outer = _top()
+        outer: tuple[Callable[..., Any], Callable[..., Any]] | None = saved_tensors_hooks(True)
         if outer is not None and getattr(outer[0], "sharding", None) is self:
             push_saved_tensors_hooks(*outer)
             return
@@ -80,12 +80,6 @@ class SavedParams:
     def pop(self) -> None:
         """Deactivate the hooks that the last `push` activated."""
         pop_saved_tensors_hooks()
-
-
-def _top() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """Return the active hooks."""
-    top: tuple[Callable[..., Any], Callable[..., Any]] | None = saved_tensors_hooks(True)
-    return top
 
 
 def _detached(x: torch.Tensor) -> torch.Tensor:

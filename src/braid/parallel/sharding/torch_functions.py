@@ -107,7 +107,7 @@ def check_unchanged(engine: Sharding) -> None:
     if engine.options.stage == STAGE_OF_PARAMETERS:
         hooked = [record.name for record, owned in engine.owned() if accumulate_hooks(owned)]
     else:
-        hooked = engine.later_hooks()
+        hooked = engine.reducer.later_hooks()
     if hooked:
         problems.append(
             f"post-accumulate hooks of {first_few(hooked)} would run without a gradient or never, "

@@ -110,7 +110,8 @@ def capture(
     for node in module.graph.nodes:
         if node.op == "get_attr" and str(node.target) in named_tensors:
             _set_attribute(module, str(node.target), named_tensors[str(node.target)])
-    _loosen_views(module.graph)
+        if node.target is torch.ops.aten.view.default:  # parts may be laid out differently
+            node.target = torch.ops.aten.reshape.default
     _name_dtypes(module.graph)
     _fold_linear(module.graph)
     return Captured(module, exported.call_spec.out_spec)
@@ -163,16 +164,12 @@ def _set_values(module: fx.GraphModule, values: Mapping[str, torch.Tensor]) -> N
         if node.op == "get_attr" and tensor_of(node) is None:
             tensor = values.get(str(node.target))
             if tensor is None:
-                tensor = _attribute(module, str(node.target))
+                path, _, attribute = str(node.target).rpartition(".")
+                tensor = getattr(module.get_submodule(path), attribute, None)
             if isinstance(tensor, torch.Tensor):
                 node.meta["val"] = torch.empty_strided(
                     tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
                 ).requires_grad_(tensor.requires_grad)
-
-
-def _attribute(module: nn.Module, name: str) -> Any:
-    path, _, attribute = name.rpartition(".")
-    return getattr(module.get_submodule(path), attribute, None)
 
 
 def _set_attribute(module: nn.Module, name: str, value: torch.Tensor) -> None:
@@ -184,13 +181,6 @@ def _set_attribute(module: nn.Module, name: str, value: torch.Tensor) -> None:
         owner.register_parameter(attribute, value)
     else:
         owner.register_buffer(attribute, value)
-
-
-def _loosen_views(graph: fx.Graph) -> None:
-    """Replace views by reshapes, since parts may be laid out differently in memory."""
-    for node in graph.nodes:
-        if node.target is torch.ops.aten.view.default:
-            node.target = torch.ops.aten.reshape.default
 
 
 def _name_dtypes(graph: fx.Graph) -> None:

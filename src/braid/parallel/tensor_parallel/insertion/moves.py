@@ -168,7 +168,8 @@ def steps_between(
         costs: Costs of each axis.
         has_grad: Whether gradients flow back.
     """
-    lost = [axis for axis in source.varying if axis not in (*target.varying, *_axes(target))]
+    known = {*target.varying, *target.partial, *(axis for axes in target.dims for axis in axes)}
+    lost = [axis for axis in source.varying if axis not in known]
     assert not lost, f"gradients along {lost} are partial sums, and would be treated as whole"
     price = _Price(shape, itemsize, source.mesh.axes, costs, has_grad=has_grad)
     price.share(source)
@@ -253,11 +254,6 @@ def _unpacked(source: Layout, target: Layout, price: _Price) -> Iterator[MoveSte
             yield price.step(
                 "all_gather", axes[0], dim, None, count, varying=axes[0] in target.varying
             )
-
-
-def _axes(layout: Layout) -> Iterator[str]:
-    for axes in (*layout.dims, layout.partial):
-        yield from axes
 
 
 def _checked(x: torch.Tensor, dim: int, group: Group) -> int:
