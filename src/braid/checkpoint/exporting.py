@@ -95,10 +95,6 @@ def _write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     write_tensor_file(path, dict(sorted(tensors.items(), key=_wide_first)), METADATA)
 
 
-def _write_torch(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    torch.save(tensors, path)
-
-
 def _write_dcp(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     from torch.distributed.checkpoint.state_dict_saver import save  # noqa: PLC0415 - slow
 
@@ -109,7 +105,7 @@ def _write_dcp(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 FORMS: dict[str, Callable[[Path, dict[str, torch.Tensor]], None]] = {
     "safetensors": _write_safetensors,
-    "torch": _write_torch,
+    "torch": lambda path, tensors: torch.save(tensors, path),
     "dcp": _write_dcp,
 }
 

@@ -105,7 +105,7 @@ def compare(
             max_diff = math.inf
             continue
         x, y = a.read(name), b.read(name)
-        if not _same_bits(x, y):
+        if x.shape != y.shape or x.dtype != y.dtype or bytes_of(x) != bytes_of(y):
             differing.append(name)
             max_diff = max(max_diff, _distance(x, y))
     return CheckpointComparison(len(names), tuple(differing), max_diff)
@@ -117,12 +117,6 @@ def _open(path: str | os.PathLike[str]) -> Checkpoint:
     except CheckpointError as exc:
         msg = f"{path} has no readable checkpoint: {exc}"
         raise CheckpointError(msg) from exc
-
-
-def _same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
-    if x.shape != y.shape or x.dtype != y.dtype:
-        return False
-    return bytes_of(x) == bytes_of(y)
 
 
 def _distance(x: torch.Tensor, y: torch.Tensor) -> float:

@@ -110,7 +110,9 @@ class ParallelState:
             raise UsageError(msg)
         rank, every = dist.get_rank(), list(range(dist.get_world_size()))
         # creating groups is cheap if a braid group of all ranks exists
-        shared = {} if _is_braids(dist.group.WORLD) else {"world": [every]}
+        shared = (
+            {} if getattr(dist.group.WORLD, "braid_group", None) is not None else {"world": [every]}
+        )
         for kind, groups in (shared | dict(plan)).items():
             for ranks in groups:
                 made = create_group(ranks, timeout, group_desc=NAMES.get(kind, kind))
@@ -182,10 +184,6 @@ class ParallelState:
         self.overrides.pop(name, None)
         if value is not None:
             self.overrides[name] = value
-
-
-def _is_braids(group: Any) -> bool:
-    return getattr(group, "braid_group", None) is not None
 
 
 STATE = ParallelState()

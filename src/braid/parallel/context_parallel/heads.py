@@ -71,15 +71,18 @@ def all_to_all_attention(
         tensors = _whole_sequences(group, (q, k, v))
     except MismatchError as exc:
         raise shapes_differ(k, v, exc) from exc
-    if causal and balanced:
-        tensors = [_in_order(x, group.size) for x in tensors]
+    chunks = [chunk for rank in range(group.size) for chunk in chunks_of(group.size, rank)]
+    if causal and balanced:  # from the order of ranks to the order of positions
+        positions = sorted(range(len(chunks)), key=chunks.__getitem__)
+        tensors = [_permuted(x, positions) for x in tensors]
     queries, keys, values = tensors
     out = functional.scaled_dot_product_attention(
         queries, keys, values, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
     if causal and balanced:
-        out = _by_rank(out, group.size)
-    return _own_positions(group, out)
+        out = _permuted(out, chunks)
+    rows = torch.stack(out.chunk(group.size, 2))  # n B H/n s D
+    return torch.cat(all_to_all(group, rows).unbind(0), 1)
 
 
 def _whole_sequences(group: Group, tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
@@ -92,24 +95,6 @@ def _whole_sequences(group: Group, tensors: tuple[torch.Tensor, ...]) -> list[to
         part.view(x.shape).permute(1, 2, 0, 3, 4).flatten(2, 3)
         for part, x in zip(parts, heads, strict=True)
     ]
-
-
-def _own_positions(group: Group, out: torch.Tensor) -> torch.Tensor:
-    """Return this rank's positions with all heads; inverse of `_whole_sequences`."""
-    rows = torch.stack(out.chunk(group.size, 2))  # n B H/n s D
-    return torch.cat(all_to_all(group, rows).unbind(0), 1)
-
-
-def _in_order(x: torch.Tensor, size: int) -> torch.Tensor:
-    """Reorder chunks from the order of ranks to the order of positions."""
-    chunks = [chunk for rank in range(size) for chunk in chunks_of(size, rank)]
-    order = sorted(range(len(chunks)), key=chunks.__getitem__)
-    return _permuted(x, order)
-
-
-def _by_rank(x: torch.Tensor, size: int) -> torch.Tensor:
-    """Reorder chunks from the order of positions to the order of ranks."""
-    return _permuted(x, [chunk for rank in range(size) for chunk in chunks_of(size, rank)])
 
 
 def _permuted(x: torch.Tensor, order: list[int]) -> torch.Tensor:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import torch
 
@@ -24,17 +23,11 @@ from braid.runtime.torch_internals import version_of
 __all__ = ["LocalSteps"]
 
 
-class _Copy(NamedTuple):
-    record: ParamRecord
-    version: int
-    values: torch.Tensor
-
-
 class LocalSteps:
     """Check that warns if the optimizer steps while gradients are still local to the rank."""
 
     def __init__(self) -> None:
-        self._copy: _Copy | None = None
+        self._copy: tuple[ParamRecord, int, torch.Tensor] | None = None  # with its version
         self._warned = False
 
     def remember(self, records: Iterable[ParamRecord]) -> None:
@@ -43,8 +36,7 @@ class LocalSteps:
         if candidates:
             record = min(candidates, key=lambda r: r.param.numel())
             values = record.param.detach().clone()
-            # a private name of torch
-            self._copy = _Copy(record, version_of(record.param), values)
+            self._copy = record, version_of(record.param), values
 
     def forget(self) -> None:
         """Drop the copy; called after an averaging, and if gradients stay local on purpose."""

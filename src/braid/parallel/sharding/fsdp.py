@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -213,12 +213,12 @@ def make_sharding(
         ConfigError: The group, mesh or policy is invalid; see `Sharding` for other problems.
     """
     precision, offload = precision_of(mp_policy), offload_of(offload_policy)
-    groups = _groups_of(process_group, mesh)
+    shard_group, replicas = _groups_of(process_group, mesh)
     left_out = {id(param) for param in ignored or ()}
     names = frozenset(name for name, p in module.named_parameters() if id(p) in left_out)
     sharding = Sharding(
         module,
-        groups.shard,
+        shard_group,
         ShardingOptions(
             param_dtype=precision.param_dtype,
             reduce_dtype=precision.reduce_dtype,
@@ -226,7 +226,7 @@ def make_sharding(
             ignored=names,
             **options,
         ),
-        replicas=groups.replicas,
+        replicas=replicas,
     )
     for unit in sharding.units if precision.cast_forward_inputs else ():
         unit.input_dtype = precision.param_dtype
@@ -249,20 +249,10 @@ def refuse_placement(shard_placement_fn: Any) -> None:
         raise ConfigError(msg)
 
 
-class _ShardGroups(NamedTuple):
-    """Groups of this rank.
+def _groups_of(process_group: Any, mesh: Any) -> tuple[Group, Group | None]:
+    """Return the ranks that together own each parameter once, and those that own the same shard.
 
-    Attributes:
-        shard: Ranks that together own each parameter once.
-        replicas: Ranks that own the same shard; None without replicas.
-    """
-
-    shard: Group
-    replicas: Group | None
-
-
-def _groups_of(process_group: Any, mesh: Any) -> _ShardGroups:
-    """Return the groups of this rank; the last axis of a mesh has the shards.
+    The last axis of a mesh has the shards; without a first one there are no replicas.
 
     Raises:
         ConfigError: The group is invalid, the mesh has more than two axes, or both are given.
@@ -287,7 +277,7 @@ def _groups_of(process_group: Any, mesh: Any) -> _ShardGroups:
             'pass braid.mesh("replica=2,shard=2"), or a process_group'
         )
         raise ConfigError(msg)
-    return _ShardGroups(groups[-1], groups[0] if len(groups) > 1 else None)
+    return groups[-1], groups[0] if len(groups) > 1 else None
 
 
 def _check_axes(num_axes: int, shown: str) -> None:

@@ -195,14 +195,6 @@ ADVICE: Mapping[str, str] = {
 }
 
 
-def _left(case: HangCase) -> str:
-    return f"is gone: it {case.view.ended}" if case.view.ended else ""
-
-
-def _stopped(case: HangCase) -> str:
-    return "is stopped (state T)" if case.view.process.stopped else ""
-
-
 def _swapped(case: HangCase) -> str:
     process = case.view.process
     memory = process.swapped_bytes + process.resident_bytes
@@ -271,15 +263,6 @@ def _busy(case: HangCase) -> str:
     return f"computes{where} (cpu {100 * share:.0f} %) and has not come back"
 
 
-def _phase(case: HangCase) -> str:
-    phases = case.view.phases
-    return f"is still in {phases[-1]}" if phases else ""
-
-
-def _unseen(case: HangCase) -> str:
-    return "" if case.thread.frames else "is missing, and gives no stack"
-
-
 def _elsewhere(case: HangCase) -> str:
     place = case.thread.place
     if not place:
@@ -290,8 +273,8 @@ def _elsewhere(case: HangCase) -> str:
 
 
 _TABLE: tuple[tuple[str, Callable[[HangCase], str]], ...] = (
-    ("left", _left),
-    ("stopped", _stopped),
+    ("left", lambda c: f"is gone: it {c.view.ended}" if c.view.ended else ""),
+    ("stopped", lambda c: "is stopped (state T)" if c.view.process.stopped else ""),
     ("swapped", _swapped),
     ("io", _io),
     ("device", _device),
@@ -299,8 +282,8 @@ _TABLE: tuple[tuple[str, Callable[[HangCase], str]], ...] = (
     ("batches", _batches),
     ("slow", _slow),
     ("busy", _busy),
-    ("phase", _phase),
-    ("unseen", _unseen),
+    ("phase", lambda c: f"is still in {c.view.phases[-1]}" if c.view.phases else ""),
+    ("unseen", lambda c: "" if c.thread.frames else "is missing, and gives no stack"),
     ("elsewhere", _elsewhere),
 )
 

@@ -21,6 +21,7 @@ import builtins
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import PurePath
 from signal import SIGABRT
 from typing import NamedTuple
@@ -205,7 +206,8 @@ def final_error(text: str, *, exit_code: int | None, signal: int | None) -> Pars
     if exit_code != 1 and signal != SIGABRT:
         return None
     *_, (_, _, end) = [(0, None, len(lines)), *_tracebacks(lines)]
-    return parse_error(text) if _num_detail_lines(lines[end:]) <= MAX_DETAIL_LINES else None
+    details = list(takewhile(lambda line: not FOREIGN.match(line), lines[end:]))
+    return parse_error(text) if len(details) <= MAX_DETAIL_LINES else None
 
 
 def parse_stack(text: str) -> list[Stack]:
@@ -258,11 +260,6 @@ def _plain_lines(text: str) -> list[str]:
     if any("Exception Group Traceback" in line for line in lines):
         lines = [GROUP_PREFIX.sub("", line) for line in lines]
     return lines
-
-
-def _num_detail_lines(lines: list[str]) -> int:
-    """Return the number of lines before the output of the interpreter's shutdown."""
-    return next((i for i, line in enumerate(lines) if FOREIGN.match(line)), len(lines))
 
 
 def _tracebacks(
@@ -379,19 +376,15 @@ def _cpp_exception(lines: list[str]) -> ParsedError | None:
 def _to_error(match: re.Match[str], frames: list[StackFrame], rest: list[str]) -> ParsedError:
     explains_itself = EXPLAINED.match(match["type"]) is not None
     of_users = any(frame.is_users for frame in frames)
+    module = "" if hasattr(builtins, match["type"]) else "__main__"
     return ParsedError(
         type=match["type"].rpartition(".")[2] or match["type"],
-        module=match["type"].rpartition(".")[0] or _module_of(match["type"]),
+        module=match["type"].rpartition(".")[0] or module,
         message=(match["message"] or "").strip(),
         where=_shown_frame(frames) if of_users or not explains_itself else "",
         details=_details(rest),
         raised_by=next((frame.package for frame in reversed(frames) if not frame.is_stdlib), ""),
     )
-
-
-def _module_of(name: str) -> str:
-    """Return the module of a type that a traceback shows without one."""
-    return "" if hasattr(builtins, name) else "__main__"
 
 
 def _to_frame(match: re.Match[str]) -> StackFrame:

@@ -266,7 +266,7 @@ def _fault(
             end
             for end in by_rank
             if end not in causes
-            and _left_unclosed(end)
+            and (end.unclosed and not end.asked_to_stop)
             and end.ended_ns <= max(failed_ns, default=-1)
         ]
     if causes:
@@ -374,11 +374,6 @@ def _left_early(end: RankEnd, named: set[int], symptoms: Sequence[RankEnd]) -> b
         return False
     accusers = [s for s in symptoms if end.rank in s.names]
     return any(s.ended_ns >= end.ended_ns or "has already left" in str(s.error) for s in accusers)
-
-
-def _left_unclosed(end: RankEnd) -> bool:
-    """Return whether a rank exited without a request and without leaving its groups."""
-    return end.unclosed and not end.asked_to_stop
 
 
 def _suspect(

@@ -299,7 +299,8 @@ class StoreState:
             waiting = _Waiting(now_ns + timeout_ns, self._order, client, number, request)
             self._waiting[client, number] = waiting
             heapq.heappush(self._deadlines, waiting)
-            self._await(waiting, reply.keys)
+            for key in reply.keys:
+                self._by_key.setdefault(key, set()).add((client, number))
             return []
         due = [AddressedReply(client, number, reply)]
         if self._by_key:
@@ -331,10 +332,6 @@ class StoreState:
 
     def _waits(self, waiting: _Waiting) -> bool:
         return self._waiting.get((waiting.client, waiting.number)) is waiting
-
-    def _await(self, waiting: _Waiting, keys: list[str]) -> None:
-        for key in keys:
-            self._by_key.setdefault(key, set()).add((waiting.client, waiting.number))
 
     def _wake(self, key: str) -> list[AddressedReply]:
         """Return the replies to requests that waited only for `key`."""

@@ -98,20 +98,12 @@ class ScheduleRun:
         self._sync_grads = call.config.grad_sync_func is None or (
             len(call.chunks) == 1 and self._rank == 0
         )
-        self._table: dict[str, Callable[[Action, Key], None]] = {
-            "recv_f": self._recv_forward,
-            "F": self._forward,
-            "send_f": self._send_forward,
-            "recv_b": self._recv_backward,
-            "B": self._backward,
-            "send_b": self._send_backward,
-        }
 
     def run(self) -> None:
         """Run all actions; an error here also ends the step on the ranks that wait for this one."""
         try:
             for action in self._actions:
-                self._table[action.kind](action, (action.unit, action.index))
+                self._execute(action, (action.unit, action.index))
             self._communicator.finish()
         except BaseException as error:
             group, text = self._communicator.group, str(error)
@@ -124,6 +116,30 @@ class ScheduleRun:
         config, chunks = self._call.config, self._call.chunks
         if not self._call.forward_only and not self._sync_grads and len(chunks) == 1:
             config.grad_sync_func(chunks[0].parameters())
+
+    def _execute(self, action: Action, key: Key) -> None:
+        call, communicator = self._call, self._communicator
+        match action.kind:
+            case "recv_f":
+                received = communicator.recv_forward(call.recv_shape, is_first_stage=False)
+                assert isinstance(received, torch.Tensor)
+                self._inputs[key] = received
+            case "F":
+                self._forward(action, key)
+            case "send_f":
+                output = self._outputs.pop(key)
+                communicator.start_send(output, FORWARD)
+                if not call.forward_only:
+                    self._outputs[key] = get_gradient_edge(output) if output.requires_grad else None
+            case "recv_b":
+                received = communicator.recv_backward(call.send_shape, is_last_stage=False)
+                assert isinstance(received, torch.Tensor)
+                self._gradients[key] = received.requires_grad_(False)
+            case "B":
+                self._backward(action, key)
+            case "send_b":
+                gradient = self._gradients.pop((action.unit - 1, action.index))
+                communicator.start_send(gradient, BACKWARD)
 
     def _forward(self, action: Action, key: Key) -> None:
         chunk, call = action.unit // self._size, self._call
@@ -170,26 +186,6 @@ class ScheduleRun:
         if is_final and not self._sync_grads and len(call.chunks) > 1:
             sync = call.config.grad_sync_func
             (sync[chunk] if isinstance(sync, list) else sync)(call.chunks[chunk].parameters())
-
-    def _recv_forward(self, _action: Action, key: Key) -> None:
-        received = self._communicator.recv_forward(self._call.recv_shape, is_first_stage=False)
-        assert isinstance(received, torch.Tensor)
-        self._inputs[key] = received
-
-    def _send_forward(self, _action: Action, key: Key) -> None:
-        output = self._outputs.pop(key)
-        self._communicator.start_send(output, FORWARD)
-        if not self._call.forward_only:
-            self._outputs[key] = get_gradient_edge(output) if output.requires_grad else None
-
-    def _recv_backward(self, _action: Action, key: Key) -> None:
-        received = self._communicator.recv_backward(self._call.send_shape, is_last_stage=False)
-        assert isinstance(received, torch.Tensor)
-        self._gradients[key] = received.requires_grad_(False)
-
-    def _send_backward(self, action: Action, _key: Key) -> None:
-        gradient = self._gradients.pop((action.unit - 1, action.index))
-        self._communicator.start_send(gradient, BACKWARD)
 
     def _synchronization(self, action: Action) -> ExitStack:
         """Return a context without gradient synchronization, except for the last micro-batch."""
