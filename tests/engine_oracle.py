@@ -473,12 +473,7 @@ def train_sharded(case: Case, group: Group, found: Outcome) -> None:
         optimizer, model, process_group=group, units=units or None, **options
     )
     _own_loop(
-        case,
-        found,
-        model,
-        model,
-        optimizer,
-        group.rank,
+        *(case, found, model, model, optimizer, group.rank),
         without_sync=engine.no_sync,
         grads=False,
         zero=engine.zero_grad,
@@ -493,12 +488,7 @@ def train_fsdp(case: Case, group: Group, found: Outcome) -> None:
     wrapper = braid.FullyShardedDataParallel(model, group, units=units or None)
     optimizer = case.make_optimizer(wrapper.parameters())
     _own_loop(
-        case,
-        found,
-        model,
-        wrapper,
-        optimizer,
-        group.rank,
+        *(case, found, model, wrapper, optimizer, group.rank),
         without_sync=wrapper.no_sync,
         grads=False,
         zero=wrapper.zero_grad,

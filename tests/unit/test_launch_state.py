@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -35,12 +36,16 @@ TERM, KILL, INT, STOP = (
 )
 
 
-@pytest.fixture
-def three() -> SupervisorState:
-    state = SupervisorState(3, LIMITS, 0)
-    for rank in range(3):
+def started(num_ranks: int, *arguments: Any) -> SupervisorState:
+    state = SupervisorState(num_ranks, LIMITS, 0, *arguments)
+    for rank in range(num_ranks):
         state.handle(Started(rank), 0)
     return state
+
+
+@pytest.fixture
+def three() -> SupervisorState:
+    return started(3)
 
 
 def exited(rank: int, ok: bool = False) -> Exited:
@@ -56,9 +61,7 @@ def test_a_run_whose_ranks_all_finish_needs_nothing(three):
 
 
 def test_the_others_go_on_without_an_expendable_rank_until_another_fails():
-    state = SupervisorState(3, LIMITS, 0, frozenset({1}))
-    for rank in range(3):
-        state.handle(Started(rank), 0)
+    state = started(3, frozenset({1}))
     lost = SendToRank(RankLost(1, "exited with code 3", departed=False))
     assert state.handle(exited(1), S) == [lost, Warn(1, 0, "exited with code 3")]
     assert (state.phase, state.fault_ns) == (RunPhase.RUNNING, None)
@@ -67,9 +70,7 @@ def test_the_others_go_on_without_an_expendable_rank_until_another_fails():
 
 
 def test_an_exception_of_an_expendable_rank_fails_the_run():
-    state = SupervisorState(2, LIMITS, 0, frozenset({1}))
-    for rank in range(2):
-        state.handle(Started(rank), 0)
+    state = started(2, frozenset({1}))
     state.handle(ReportedFailure(1, "raised KeyError"), S)
     assert state.phase is RunPhase.GRACE
 
@@ -204,9 +205,7 @@ EVENTS = st.one_of(
 
 @given(st.lists(st.tuples(EVENTS, st.integers(0, 40 * S)), max_size=20))
 def test_whatever_happens_every_rank_is_killed_or_ends_within_the_limits(story):
-    state, now, killed = SupervisorState(3, LIMITS, 0), 0, set()
-    for rank in range(3):
-        state.handle(Started(rank), 0)
+    state, now, killed = started(3), 0, set()
 
     def handle(event: object) -> None:
         for instruction in state.handle(event, now):

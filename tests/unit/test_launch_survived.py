@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -37,15 +38,24 @@ LIMITS = TimeLimits(5 * S, 30 * S, replaced_ns=S, interrupt_ns=20 * S, timeout_n
 KILL = int(signal.SIGKILL)
 
 
+def started(
+    num_ranks: int, *arguments: Any, members: MembershipState | None = None
+) -> SupervisorState:
+    state = SupervisorState(num_ranks, LIMITS, 0, *arguments, members=members)
+    for rank in range(num_ranks):
+        state.handle(Started(rank), 0)
+        if members is not None:
+            members.started(rank)
+    return state
+
+
 class Play:
     """A run without processes: ranks end as they are told, or by the signals of the launcher."""
 
     def __init__(self, story: Story) -> None:
-        self.state = SupervisorState(story.num_ranks, LIMITS, 0, story.expendable)
+        self.state = started(story.num_ranks, story.expendable)
         self.ends: dict[int, RankEnd] = {}
         self.now_ns = 0
-        for rank in range(story.num_ranks):
-            self.state.handle(Started(rank), 0)
 
     def event(self, event: object, after_ns: int = S) -> None:
         """Let time pass, then let something happen, and obey the instructions."""
@@ -119,10 +129,7 @@ STOP = int(signal.SIGSTOP)
 
 def _elastic(num_ranks: int, min_ranks: int, *, has_trained: bool = True) -> SupervisorState:
     members = MembershipState(ElasticLimits(min_ranks=min_ranks, restarts=0), num_ranks)
-    state = SupervisorState(num_ranks, LIMITS, 0, members=members)
-    for rank in range(num_ranks):
-        state.handle(Started(rank), 0)
-        members.started(rank)
+    state = started(num_ranks, members=members)
     for rank in range(num_ranks):
         members.ready(rank, -1, -1)
     if has_trained:
@@ -201,9 +208,7 @@ def test_a_rank_is_killed_only_if_a_running_member_has_waited_for_it(events):
 
 
 def test_a_fault_before_a_given_up_rank_is_reaped_is_a_later_one():
-    state = SupervisorState(2, LIMITS, 0, frozenset({1}))
-    for rank in range(2):
-        state.handle(Started(rank), 0)
+    state = started(2, frozenset({1}))
     state.handle(Stopped(1, int(signal.SIGSTOP)), S)
     state.handle(Tick(), S + LIMITS.stopped_ns)
     state.handle(Interrupted(int(signal.SIGTERM)), S + LIMITS.stopped_ns)
@@ -212,9 +217,7 @@ def test_a_fault_before_a_given_up_rank_is_reaped_is_a_later_one():
 
 
 def test_a_run_does_not_survive_the_last_one_of_a_needed_set():
-    state = SupervisorState(4, LIMITS, 0, frozenset({1, 2, 3}), (frozenset({1}), frozenset({2, 3})))
-    for rank in range(4):
-        state.handle(Started(rank), 0)
+    state = started(4, frozenset({1, 2, 3}), (frozenset({1}), frozenset({2, 3})))
     state.handle(Exited(2, "was killed", ok=False), S)
     assert (state.ranks[2].survived, state.phase) == (True, RunPhase.RUNNING)
     state.handle(Exited(3, "was killed", ok=False), 2 * S)
@@ -222,9 +225,7 @@ def test_a_run_does_not_survive_the_last_one_of_a_needed_set():
 
 
 def test_a_rank_that_finished_is_enough_of_a_needed_set():
-    state = SupervisorState(3, LIMITS, 0, frozenset({1, 2}), (frozenset({1, 2}),))
-    for rank in range(3):
-        state.handle(Started(rank), 0)
+    state = started(3, frozenset({1, 2}), (frozenset({1, 2}),))
     state.handle(Exited(1, "exited with code 0", ok=True), S)
     state.handle(Exited(2, "was killed", ok=False), 2 * S)
     assert (state.ranks[2].survived, state.phase) == (True, RunPhase.RUNNING)
@@ -233,10 +234,7 @@ def test_a_rank_that_finished_is_enough_of_a_needed_set():
 def test_a_replaced_rank_counts_for_its_role():
     members = MembershipState(ElasticLimits(min_ranks=1, restarts=2), 3)
     sets = (frozenset({1}), frozenset({2}))
-    state = SupervisorState(3, LIMITS, 0, frozenset({1, 2}), sets, members)
-    for rank in range(3):
-        state.handle(Started(rank), 0)
-        members.started(rank)
+    state = started(3, frozenset({1, 2}), sets, members=members)
     for lost, successor in ((1, 3), (3, 4)):
         state.handle(Exited(lost, "was killed", ok=False), S)
         assert (state.ranks[lost].survived, members.lost(lost)) == (True, [Replace()])
@@ -250,10 +248,7 @@ def test_a_replaced_rank_counts_for_its_role():
 
 def test_a_rank_that_is_not_expendable_is_not_replaced():
     members = MembershipState(ElasticLimits(min_ranks=1, restarts=2), 2)
-    state = SupervisorState(2, LIMITS, 0, frozenset({1}), (), members)
-    for rank in range(2):
-        state.handle(Started(rank), 0)
-        members.started(rank)
+    state = started(2, frozenset({1}), members=members)
     state.handle(Exited(0, "was killed", ok=False), S)
     assert (state.ranks[0].survived, state.phase) == (False, RunPhase.GRACE)
 

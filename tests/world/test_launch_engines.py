@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -204,43 +204,44 @@ def test_an_engine_that_is_not_here_is_named(
         on_engine(engine)(job, QuietConsole())
 
 
+@pytest.fixture
+def first_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Makes a shell script that is found instead of a program."""
+
+    def make(name: str, text: str) -> None:
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+
+    return make
+
+
 @pytest.mark.usefixtures("engines", "nothing_left")
-def test_a_node_that_cannot_start_braid_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    srun = tmp_path / "srun"
-    srun.write_text(
+def test_a_node_that_cannot_start_braid_is_named(first_on_path) -> None:
+    first_on_path(
+        "srun",
         "#!/bin/sh\ncase $1 in --test-only) exit 0;; esac\n"
-        "echo 'python: No module named braid' >&2\nexit 1\n"
+        "echo 'python: No module named braid' >&2\nexit 1\n",
     )
-    srun.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     job = JobSpec(command=("support.launched", "places"), kind="module", num_ranks=NUM_RANKS)
     with pytest.raises(ConfigError, match="host n1 has no agent: python: No module named braid"):
         on_engine("slurm")(job, QuietConsole())
 
 
 @pytest.mark.usefixtures("engines", "nothing_left")
-def test_nodes_that_do_not_come_are_waited_for_so_long_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    salloc = tmp_path / "salloc"
-    salloc.write_text(
-        "#!/bin/sh\necho 'salloc: job 8 queued and waiting for resources' >&2\nexec sleep 60\n"
+def test_nodes_that_do_not_come_are_waited_for_so_long_only(first_on_path) -> None:
+    first_on_path(
+        "salloc",
+        "#!/bin/sh\necho 'salloc: job 8 queued and waiting for resources' >&2\nexec sleep 60\n",
     )
-    salloc.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     job = JobSpec(command=("support.launched", "places"), kind="module", num_ranks=NUM_RANKS)
     with pytest.raises(ConfigError, match="no nodes within 1 s: salloc: job 8 queued"):
         on_engine("slurm", start_limit_s=1.0)(job, QuietConsole())
 
 
 @pytest.mark.usefixtures("engines", "nothing_left")
-def test_a_signal_ends_the_wait_for_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    salloc = tmp_path / "salloc"
-    salloc.write_text("#!/bin/sh\ntouch waits\nexec sleep 60\n")
-    salloc.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+def test_a_signal_ends_the_wait_for_nodes(tmp_path: Path, first_on_path) -> None:
+    first_on_path("salloc", "#!/bin/sh\ntouch waits\nexec sleep 60\n")
     job = run("--on", "slurm", "-n", "2", "-m", "support.launched", "places", cwd=tmp_path)
     deadline_s = time.monotonic() + LIMIT_S
     while not (tmp_path / "waits").exists():
@@ -253,16 +254,12 @@ def test_a_signal_ends_the_wait_for_nodes(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.usefixtures("engines", "nothing_left")
-def test_what_an_engine_has_started_ends_with_the_launcher(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hangs = tmp_path / "mpirun"
-    hangs.write_text(
+def test_what_an_engine_has_started_ends_with_the_launcher(first_on_path) -> None:
+    first_on_path(
+        "mpirun",
         '#!/bin/sh\ncase "$*" in *--version*) echo "Open MPI";; *-np*) sleep 60;; '
-        '*) echo "@ here 2";; esac\n'
+        '*) echo "@ here 2";; esac\n',
     )
-    hangs.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     job = JobSpec(command=("support.launched", "places"), kind="module", num_ranks=2)
     with pytest.raises(ConfigError, match="did not join within 1 s"):
         on_engine("mpi", start_limit_s=1.0)(job, QuietConsole())

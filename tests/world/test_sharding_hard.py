@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import pickle
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from sharding_models import Model, differing, loss_of, reference, values
+from sharding_models import Model, Values, differing, loss_of, reference, values
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import linear, said_by
@@ -33,6 +33,28 @@ from support.delegated_world import delegated_world
 from support.seeded import filled
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01, fused=True)
+
+
+def _sharded(base: nn.Module, group: Group, **options: Any) -> Any:
+    """A copy of a model, its optimizer and its engine."""
+    model = copy.deepcopy(base)
+    optimizer = ADAMW(model.parameters())
+    engine = Sharding(model, group, ShardingOptions(**options))
+    attach(engine, optimizer)
+    return model, optimizer, engine
+
+
+def _alone(
+    base: nn.Module, size: int, steps: Iterable[int], loss: Any = loss_of, make: Any = ADAMW
+) -> Values:
+    """The parameters after steps of one process that runs the ranks' samples in turn."""
+    model = copy.deepcopy(base)
+    optimizer = make(model.parameters())
+    for step in steps:
+        accumulate(model, [partial(loss, model, rank, step) for rank in range(size)])
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model)
 
 
 class Recurrent(nn.Module):
@@ -126,14 +148,9 @@ def _train(group: Group, base: nn.Module, num_forwards: int, options: dict[str, 
 )
 def test_models_of_all_kinds_have_the_bits_of_one_process(world, name, options, num_forwards):
     base = MODELS[name]()
-    model = copy.deepcopy(base)
-    optimizer = ADAMW(model.parameters())
-    for step in range(2):
-        accumulate(model, [partial(loss, model, r, step, num_forwards) for r in range(2)])
-        optimizer.step()
-        optimizer.zero_grad()
+    expected = _alone(base, 2, range(2), partial(loss, num_forwards=num_forwards))
     for found in world(2, _train, base, num_forwards, options):
-        assert differing(found, values(model)) == []
+        assert differing(found, expected) == []
 
 
 class Skipped(nn.Module):
@@ -169,19 +186,16 @@ class Skipping(nn.Module):
         return x * self.scale
 
 
-def _loss_of_skipping(model: nn.Module, seed: int, rank: int, step: int) -> torch.Tensor:
+def _loss_of_skipping(model: nn.Module, rank: int, step: int, seed: int) -> torch.Tensor:
     x = torch.randn(3, 8, generator=torch.Generator().manual_seed(10 * rank + step))
     loss: torch.Tensor = model(x, random.Random(f"{seed} {rank} {step}")).square().mean()
     return loss
 
 
 def _skips(group: Group, base: nn.Module, seed: int, options: dict[str, Any]) -> Any:
-    model = copy.deepcopy(base)
-    optimizer = ADAMW(model.parameters())
-    engine = Sharding(model, group, ShardingOptions(**options))
-    attach(engine, optimizer)
+    model, optimizer, engine = _sharded(base, group, **options)
     for step in range(3):
-        _loss_of_skipping(model, seed, group.rank, step).backward()
+        _loss_of_skipping(model, group.rank, step, seed).backward()
         optimizer.step()
         engine.zero_grad()
     with engine.gathered():
@@ -192,14 +206,9 @@ def _skips(group: Group, base: nn.Module, seed: int, options: dict[str, Any]) ->
 @pytest.mark.parametrize("seed", [0, 3, 4])
 def test_units_that_some_ranks_leave_out_stop_no_rank(world, seed, options):
     base = Skipping()
-    model = copy.deepcopy(base)
-    optimizer = ADAMW(model.parameters())
-    for step in range(3):
-        accumulate(model, [partial(_loss_of_skipping, model, seed, r, step) for r in range(3)])
-        optimizer.step()
-        optimizer.zero_grad()
+    expected = _alone(base, 3, range(3), partial(_loss_of_skipping, seed=seed))
     for found in world(3, _skips, base, seed, options):
-        assert differing(found, values(model)) == []
+        assert differing(found, expected) == []
 
 
 class Fails(Exception):
@@ -210,10 +219,7 @@ def _goes_on(group: Group, base: Model, stage: int, where: str) -> Any:
     def fail(*_args: Any) -> None:
         raise Fails
 
-    model = copy.deepcopy(base)
-    optimizer = ADAMW(model.parameters())
-    engine = Sharding(model, group, ShardingOptions(stage=stage))
-    attach(engine, optimizer)
+    model, optimizer, engine = _sharded(base, group, stage=stage)
     block = model.blocks[1].drop
     hook = (
         block.register_forward_hook(fail)
@@ -235,24 +241,16 @@ def _goes_on(group: Group, base: Model, stage: int, where: str) -> Any:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_training_goes_on_after_an_exception_on_all_ranks(world, where, stage):
     base = Model()
-    expected = copy.deepcopy(base)
-    optimizer = ADAMW(expected.parameters())
-    for step in range(2):
-        accumulate(expected, [partial(loss_of, expected, r, step) for r in range(2)])
-        optimizer.step()
-        optimizer.zero_grad()
+    expected = _alone(base, 2, range(2))
     for found in world(2, _goes_on, base, stage, where):
-        assert differing(found, values(expected)) == []
+        assert differing(found, expected) == []
 
 
 def _one_fails(group: Group, base: Model, stage: int, fails_at: int) -> Any:
     def fail(*_args: Any) -> None:
         raise Fails
 
-    model = copy.deepcopy(base)
-    optimizer = ADAMW(model.parameters())
-    engine = Sharding(model, group, ShardingOptions(stage=stage))
-    attach(engine, optimizer)
+    model, optimizer, engine = _sharded(base, group, stage=stage)
     said = []
     for step in range(4):
         hook = None
@@ -272,14 +270,9 @@ def _one_fails(group: Group, base: Model, stage: int, fails_at: int) -> Any:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_all_go_on_after_an_exception_on_one_rank(world, stage, fails_at):
     base = Model()
-    expected = copy.deepcopy(base)
-    optimizer = ADAMW(expected.parameters())
-    for step in {0, 1, 2, 3} - {fails_at}:
-        accumulate(expected, [partial(loss_of, expected, r, step) for r in range(3)])
-        optimizer.step()
-        optimizer.zero_grad()
+    expected = _alone(base, 3, {0, 1, 2, 3} - {fails_at})
     for rank, (found, said) in enumerate(world(3, _one_fails, base, stage, fails_at)):
-        assert differing(found, values(expected)) == []
+        assert differing(found, expected) == []
         failed = said.pop(fails_at)
         assert said == ["nothing happened"] * 3
         if rank == 1:
@@ -430,23 +423,16 @@ def _scaled(group: Group, base: Model, fused: bool) -> Any:
 @pytest.mark.parametrize("fused", [False, True])
 def test_ranks_agree_on_nonfinite_gradients(world, fused):
     base = Model()
-    expected = copy.deepcopy(base)
-    optimizer = torch.optim.AdamW(expected.parameters(), lr=0.01, fused=fused)
-    for step in (0, 2):
-        accumulate(expected, [partial(loss_of, expected, r, step) for r in range(2)])
-        optimizer.step()
-        optimizer.zero_grad()
+    make = partial(torch.optim.AdamW, lr=0.01, fused=fused)
+    expected = _alone(base, 2, (0, 2), make=make)
     for found, scales in world(2, _scaled, base, fused):
         assert scales == [8.0, 4.0, 4.0]
-        torch.testing.assert_close(found, values(expected), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def _over_gloo(group: Group, base: Model, stage: int, whole: bool) -> Any:
     gloo = delegated_world(group.context)
-    model = copy.deepcopy(base)
-    optimizer = ADAMW(model.parameters())
-    engine = Sharding(model, gloo, ShardingOptions(stage=stage, whole=whole))
-    attach(engine, optimizer)
+    model, optimizer, engine = _sharded(base, gloo, stage=stage, whole=whole)
     for step in range(2):
         loss_of(model, group.rank, step).backward()
         engine.clip_grad_norm_(0.5)
@@ -527,10 +513,7 @@ def test_ranks_with_other_options_are_told_which(world):
 
 
 def _dropped(group: Group, base: Model) -> list[float]:
-    model = copy.deepcopy(base)
-    optimizer = ADAMW(model.parameters())
-    engine = Sharding(model, group)
-    attach(engine, optimizer)
+    model, optimizer, engine = _sharded(base, group)
     assert type(optimizer).__name__ == "AdamW"
     assert isinstance(optimizer, torch.optim.AdamW)
     assert "cannot be copied" in said_by(lambda: copy.deepcopy(optimizer))
