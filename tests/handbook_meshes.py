@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from torch import nn
 
@@ -16,9 +16,9 @@ from braid.parallel.hybrid import HybridParallel
 from braid.programs.cost import form
 from braid.programs.layout import Mesh
 from braid.programs.schedule.bars import COLOURS
+from handbook_servers import _svg
 from support.worlds import run_threads
 
-TEXT = 'font-family="sans-serif" font-size="12"'
 LAYERS, WIDTH, NUMBER = 32, 4096, 2  # of a model with 6.4 billion parameters, in bfloat16
 QUERIES_PER_KEY = 4  # heads of queries that share one of keys
 RANKS = 8
@@ -98,12 +98,6 @@ def _size(nbytes: float) -> str:
         if nbytes >= scale:
             return f"{nbytes / scale:g} {unit}"
     return f"{nbytes:g} bytes"
-
-
-def _svg(width: float, height: float, parts: Sequence[str]) -> str:
-    size = f'width="{width:.0f}" height="{height:.0f}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {TEXT}>'
-    return "\n".join([head, *parts, "</svg>"]) + "\n"
 
 
 UNIT = 3  # pixels of an element

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -30,9 +30,9 @@ from braid.programs.schedule.bars import (
     Bar,
     draw,
 )
+from handbook_servers import _svg
 from support.worlds import run_threads
 
-TEXT = 'font-family="sans-serif" font-size="12"'
 RANKS = 4
 MIXED = Bytes(2, 2, 0, 12)  # bfloat16 with float32 masters and Adam, as the paper counts
 PIXELS = 24  # of a byte of each parameter
@@ -86,12 +86,6 @@ def zero_memory() -> str:
 def _box(left: int, top: int, wide: int, colour: str, title: str) -> str:
     place = f'x="{left}" y="{top}" width="{wide}" height="{ROW - 2}"'
     return f'<rect {place} fill="{colour}" stroke="#bbbbbb"><title>{title}</title></rect>'
-
-
-def _svg(width: float, height: float, parts: Sequence[str]) -> str:
-    size = f'width="{width:.0f}" height="{height:.0f}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {TEXT}>'
-    return "\n".join([head, *parts, "</svg>"]) + "\n"
 
 
 LAYERS, WIDTH = 4, 32

@@ -25,10 +25,10 @@ from braid.programs.layout import Layout, Mesh, place
 from braid.programs.layout.placement import PlacedAxis
 from braid.programs.schedule.bars import COLOURS
 from braid.programs.topology import Cluster, Level
+from handbook_servers import _svg
 
 RANKS, LAYERS = 4, 4
 SIDE, GAP, NAME = 88, 74, 110  # pixels: a matrix, between two, a way's name
-TEXT = 'font-family="sans-serif" font-size="12"'
 
 
 def cuts_of_a_model() -> str:
@@ -84,13 +84,6 @@ def _sent_after(mesh: Mesh, weight: str, following: str | None) -> str:
 def _arrow(x: int, y: int, label: str) -> list[str]:
     path = f'<path d="M {x + 6} {y} H {x + GAP - 6}" stroke="#c33" stroke-width="2"/>'
     return [path, f'<text x="{x + GAP // 2}" y="{y - 6}" text-anchor="middle" fill="#c33" font-size="11">{label}</text>']  # fmt: skip
-
-
-def _svg(width: float, height: float, parts: Sequence[str]) -> str:
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" {TEXT}>'
-    )
-    return "\n".join([head, *parts, "</svg>"]) + "\n"
 
 
 class TransformerLayer(nn.Module):
