@@ -278,24 +278,13 @@ class _Elastic:
     def _started(self) -> TrainingStarted:
         config, training = self._config, self._training
         params = self._build()[0].parameters() if self._on_mesh else training.model.parameters()
-        return TrainingStarted(
+        return TrainingStarted.of(
+            *(config, self._corpus, self._place, params, self._peak),
             first_step=training.num_steps,
-            steps=config.steps,
             num_ranks=context.world().size,
             shards=training.num_shards,
-            mesh=config.mesh,
             threads=torch.get_num_threads(),
-            model=config.model,
-            num_params=sum(p.numel() for p in params),
-            data=self._corpus.name,
-            num_files=self._corpus.num_files,
-            data_bytes=len(self._corpus.train),
-            tokens_per_step=config.batch * config.context,
             flops_per_step=self._flops,
-            peak_flops_per_s=self._peak[0],
-            peak_source=self._peak[1],
-            device=self._place.name,
-            dtype=config.dtype,
             torch=str(torch.__version__),
             notes=(f"elastic: continues with {config.min_ranks} ranks or more",),
         )

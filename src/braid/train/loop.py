@@ -127,7 +127,7 @@ class Trainer:
         self._saved_step = -1
         self._saver = BackgroundSaver(group)
         self._saving: Saving | None = None
-        self._peak, self._peak_source = math.inf, ""  # until `run` finds them
+        self._peak = math.inf, ""  # until `run` finds it, with its source
         self._losses: list[float] = []  # of this run
         self.on_saved: OnSaved | None = None
 
@@ -197,7 +197,7 @@ class Trainer:
         """
         config, clock = self._config, self._group.context.clock
         self._group.barrier()  # all ranks measure at the same time
-        self._peak, self._peak_source = self._place.peak(config.dtype, clock)
+        self._peak = self._place.peak(config.dtype, clock)
         self._group.barrier()
         self._reporter.rewind(self._step)
         self._reporter.write(self._started(resumed_from, (*notes, *self._notes)))
@@ -319,7 +319,7 @@ class Trainer:
                 step_s=wall_s,
                 tokens_per_s=config.batch * config.context / wall_s,
                 **shares._asdict(),
-                mfu=self._flops_per_step / self._group.size / wall_s / self._peak,
+                mfu=self._flops_per_step / self._group.size / wall_s / self._peak[0],
                 **memory_bytes(),
             )
         )
@@ -443,24 +443,13 @@ class Trainer:
 
     def _started(self, resumed_from: str, notes: tuple[str, ...]) -> TrainingStarted:
         config = self._config
-        return TrainingStarted(
+        return TrainingStarted.of(
+            *(config, self._corpus, self._place, self._model.parameters(), self._peak),
             first_step=self._step,
-            steps=config.steps,
             num_ranks=self._group.size,
             shards=self._num_shards,
-            mesh=self._config.mesh,
             threads=torch.get_num_threads(),
-            model=config.model,
-            num_params=sum(p.numel() for p in self._model.parameters()),
-            data=self._corpus.name,
-            num_files=self._corpus.num_files,
-            data_bytes=len(self._corpus.train),
-            tokens_per_step=config.batch * config.context,
             flops_per_step=self._flops_per_step,
-            peak_flops_per_s=self._peak,
-            peak_source=self._peak_source,
-            device=self._place.name,
-            dtype=config.dtype,
             torch=str(torch.__version__),
             resumed_from=resumed_from,
             notes=notes,

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from os import SEEK_END
 from pathlib import Path
-from typing import BinaryIO, TextIO, TypeAlias
+from typing import TYPE_CHECKING, Any, BinaryIO, TextIO, TypeAlias
 
 import msgspec
 
@@ -20,6 +20,13 @@ from braid.errors import ConfigError
 from braid.runtime.clock import Clock
 from braid.runtime.metrics import Backlog
 from braid.types import Shares
+
+if TYPE_CHECKING:  # reports are read without torch
+    from torch import Tensor
+
+    from braid.train.config import TrainConfig
+    from braid.train.corpus import Corpus
+    from braid.train.device import RankDevice
 
 __all__ = [
     "Checkpointed",
@@ -62,6 +69,33 @@ class TrainingStarted(msgspec.Struct, tag_field="kind", tag="start", frozen=True
     mesh: str = ""
     resumed_from: str = ""
     notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        config: TrainConfig,
+        corpus: Corpus,
+        place: RankDevice,
+        params: Iterable[Tensor],
+        peak: tuple[float, str],
+        **facts: Any,
+    ) -> TrainingStarted:
+        """Return the report of a training; `facts` has the fields that differ between trainers."""
+        return cls(
+            steps=config.steps,
+            mesh=config.mesh,
+            model=config.model,
+            num_params=sum(param.numel() for param in params),
+            data=corpus.name,
+            num_files=corpus.num_files,
+            data_bytes=len(corpus.train),
+            tokens_per_step=config.batch * config.context,
+            peak_flops_per_s=peak[0],
+            peak_source=peak[1],
+            device=place.name,
+            dtype=config.dtype,
+            **facts,
+        )
 
 
 class Stepped(

@@ -143,7 +143,7 @@ class _Worker:
         self._flops = flops_per_token(MODELS[config.model], config.context)
         self._losses: list[float] = []
         self._step = self._saved_step = self._first_step = 0
-        self._peak, self._peak_source = 0.0, ""
+        self._peak = 0.0, ""
 
     @property
     def _is_first(self) -> bool:
@@ -158,7 +158,7 @@ class _Worker:
             if self._member.control is not None and self._is_first:
                 where = self._member.environment.resume
                 self._member.control.send(Loaded(self._step, str(restored), where))
-        self._peak, self._peak_source = self._place.peak(config.dtype, clock)
+        self._peak = self._place.peak(config.dtype, clock)
         self._reporter.rewind(self._step)
         self._reporter.write(self._started(str(restored or "")))
         start_ns = clock.now_ns()
@@ -242,7 +242,7 @@ class _Worker:
                 compute=1 - waited,
                 wait=waited,
                 transfer=0.0,
-                mfu=self._flops * share / wall_ns * 1e9 / self._peak,
+                mfu=self._flops * share / wall_ns * 1e9 / self._peak[0],
                 **memory_bytes(),
             )
         )
@@ -289,23 +289,13 @@ class _Worker:
     def _started(self, resumed_from: str) -> TrainingStarted:
         config = self._config
         servers = f"{config.servers} server{'s' * (config.servers > 1)}"
-        return TrainingStarted(
+        return TrainingStarted.of(
+            *(config, self._corpus, self._place, self._model.parameters(), self._peak),
             first_step=self._step,
-            steps=config.steps,
             num_ranks=self._node.num_workers,
             shards=self._node.num_workers,
             threads=torch.get_num_threads(),
-            model=config.model,
-            num_params=sum(p.numel() for p in self._model.parameters()),
-            data=self._corpus.name,
-            num_files=self._corpus.num_files,
-            data_bytes=len(self._corpus.train),
-            tokens_per_step=config.batch * config.context,
             flops_per_step=self._flops * config.batch * config.context,
-            peak_flops_per_s=self._peak,
-            peak_source=self._peak_source,
-            device=self._place.name,
-            dtype=config.dtype,
             torch=str(torch.__version__),
             resumed_from=resumed_from,
             notes=(
