@@ -358,6 +358,12 @@ def _steps(net: nn.Module, optimizer: torch.optim.Optimizer, first: int, count: 
         optimizer.step()
 
 
+def _save_training(path: Path, group: Group, net: nn.Module, optimizer: Any, **more: Any) -> None:
+    state = training_numbers(net, optimizer, **more)
+    snapshot = ReplicatedSnapshot(training_tensors(net, optimizer))
+    save(path, snapshot, step=3, state=state, group=group)
+
+
 def test_an_optimizer_with_another_order_of_parameters_continues_to_the_bit(tmp_path):
     def main(group: Group) -> None:
         with torch.random.fork_rng():  # nn.Linear draws its initial values
@@ -368,13 +374,7 @@ def test_an_optimizer_with_another_order_of_parameters_continues_to_the_bit(tmp_
         _steps(half, optimizer, 0, 3)
         generator = torch.Generator().manual_seed(5)
         torch.rand(3, generator=generator)
-        save(
-            tmp_path,
-            ReplicatedSnapshot(training_tensors(half, optimizer)),
-            step=3,
-            state=training_numbers(half, optimizer, generators={"noise": generator}),
-            group=group,
-        )
+        _save_training(tmp_path, group, half, optimizer, generators={"noise": generator})
         swapped = _groups(other, swapped=True)
         fresh = torch.Generator()
         restore_training(load(tmp_path, group=group), other, swapped, generators={"noise": fresh})
@@ -412,13 +412,7 @@ def test_another_optimizer_is_refused(tmp_path):
         with torch.random.fork_rng():
             net = _net()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        save(
-            tmp_path,
-            ReplicatedSnapshot(training_tensors(net, optimizer)),
-            step=3,
-            state=training_numbers(net, optimizer),
-            group=group,
-        )
+        _save_training(tmp_path, group, net, optimizer)
         loaded = load(tmp_path, group=group)
         with pytest.raises(CheckpointError) as caught:
             restore_training(loaded, net, _groups(net))
@@ -438,13 +432,7 @@ def test_a_parameter_of_another_group_is_named(tmp_path):
         params = list(net.parameters())
         halves = [{"params": params[:3]}, {"params": params[3:]}]
         saved, here = torch.optim.SGD(halves, lr=0.1), torch.optim.SGD(halves[::-1], lr=0.1)
-        save(
-            tmp_path,
-            ReplicatedSnapshot(training_tensors(net, saved)),
-            step=3,
-            state=training_numbers(net, saved),
-            group=group,
-        )
+        _save_training(tmp_path, group, net, saved)
         loaded = load(tmp_path, group=group)
         with pytest.raises(
             CheckpointError, match=r"3 and 3 parameters, and group 0 there has no 2\.bias:"

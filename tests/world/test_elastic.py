@@ -542,9 +542,7 @@ def _leave_early(members) -> dict[str, torch.Tensor]:
     model = nn.Linear(2, 1)
     with torch.no_grad():
         model.weight.fill_(1.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    state = WholeModel(TrainingState(model, optimizer, {}))
-    training = ElasticTraining(members, state, num_shards=2, seed=0, update=None)
+    training = _training(members, model, shards=2)
     loader = DataLoader(TensorDataset(torch.ones(12, 2)), batch_size=2)
     with training:
         for _ in training.epochs(9):
