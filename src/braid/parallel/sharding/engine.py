@@ -161,6 +161,10 @@ class Sharding:
         for flat in self.flats:
             yield from zip(flat.records, flat.owned, strict=True)
 
+    def places_by_name(self) -> dict[str, tuple[FlatShard, int]]:
+        """Return the flat vector of each parameter and the index in it, by name."""
+        return {r.name: (flat, i) for flat in self.flats for i, r in enumerate(flat.records)}
+
     def ignored(self) -> dict[str, nn.Parameter]:
         """Return the parameters that are not sharded, by name."""
         named = self.model.named_parameters()

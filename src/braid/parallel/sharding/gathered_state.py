@@ -111,11 +111,7 @@ def load_optimizer_state_dict(
     Raises:
         ConfigError: Parameter groups differ from the optimizer's.
     """
-    places = {
-        record.name: (flat, index)
-        for flat in sharding.flats
-        for index, record in enumerate(flat.records)
-    }
+    places = sharding.places_by_name()
     names = {id(owned): record.name for record, owned in sharding.owned()}
     mine = [[names[id(p)] for p in g["params"]] for g in optimizer.param_groups]
     theirs = [list(g["params"]) for g in state["param_groups"]]

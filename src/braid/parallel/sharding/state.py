@@ -164,11 +164,7 @@ class _PiecesOf(Checkpoint):
         super().__init__(
             checkpoint.path, checkpoint.manifest, checkpoint.skipped, own_of=checkpoint.own_of
         )
-        self._places = {
-            record.name: (flat, index)
-            for flat in sharding.flats
-            for index, record in enumerate(flat.records)
-        }
+        self._places = sharding.places_by_name()
 
     def names(self) -> dict[str, str]:
         """Return the names of tensors, without optimizer states that other ranks own."""

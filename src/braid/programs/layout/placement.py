@@ -128,10 +128,7 @@ class MeshPlacement:
         """
         names = [known.name for known in self.cluster.levels]
         name = level or (HOST if HOST in names else names[0])
-        if name not in names:
-            msg = f"the cluster has no level {name!r}: choose one of {', '.join(names)}"
-            raise ConfigError(msg)
-        above = names[names.index(name) + 1 :]
+        above = names[self.cluster.level_number(name) + 1 :]
         axes = self.best.axes.items()
         return tuple(axis for axis, cost in axes if any(unit in cost.spread for unit in above))
 

@@ -170,17 +170,21 @@ class Cluster:
             )
             raise ConfigError(msg)
 
+    def level_number(self, name: str) -> int:
+        """Return the position of the level `name`; ConfigError if the cluster has none."""
+        names = [level.name for level in self.levels]
+        if name not in names:
+            msg = f"the cluster has no level {name!r}: choose one of {', '.join(names)}"
+            raise ConfigError(msg)
+        return names.index(name)
+
     def oversubscription(self, name: str) -> float:
         """Return the oversubscription of level `name`: above 1, its links can be a bottleneck.
 
         It is the bandwidth of all links below a unit, divided by the bandwidth of the unit's link
         to level `name`. For the first level it is 1.
         """
-        names = [level.name for level in self.levels]
-        if name not in names:
-            msg = f"the cluster has no level {name!r}: choose one of {', '.join(names)}"
-            raise ConfigError(msg)
-        number = names.index(name)
+        number = self.level_number(name)
         if not number:
             return 1.0
         below = self.levels[number - 1]

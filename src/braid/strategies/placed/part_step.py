@@ -301,17 +301,10 @@ class PartStep:
     def _backward(self, index: int) -> None:
         program, state = self._program, self._passes.pop()
         segment = program.part.segments[index]
-        roots: list[tuple[torch.Tensor, torch.Tensor]] = []
         sums = {v: self._sum_from(v, segment, state) for v in (*state.outputs, *state.entrances)}
-        for value, tensor in state.outputs.items():
-            total = sums[value]
-            if total is not None:
-                roots.append((tensor, total))
+        roots = [(x, total) for v, x in state.outputs.items() if (total := sums[v]) is not None]
         is_reached = bool(roots)
-        for value, tensor in state.entrances.items():
-            total = sums[value]
-            if total is not None:
-                roots.append((tensor, total))
+        roots += [(x, total) for v, x in state.entrances.items() if (total := sums[v]) is not None]
         begin_ns = self._clock.now_ns()
         if is_reached:
             for param in program.shared[index]:
