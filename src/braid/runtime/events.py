@@ -164,6 +164,19 @@ class NameTable:
         self._memory.release()
 
 
+class _HeaderWord:
+    """Attribute of a ring in its header."""
+
+    def __init__(self, place: int) -> None:
+        self._place = place
+
+    def __get__(self, ring: EventRing, _owner: object) -> int:
+        return int(ring.header[self._place])
+
+    def __set__(self, ring: EventRing, value: int) -> None:
+        ring.header[self._place] = value
+
+
 class EventRing:
     """Memory of one rank's events: made by the launcher, written by the rank, read by both.
 
@@ -173,9 +186,23 @@ class EventRing:
         rank: Rank that writes the ring (new rings only).
         names_lock: Lock of the name table; needed when several threads record.
 
+    Attributes:
+        rank: Rank that writes this ring.
+        pid: Process id of the writer, 0 until it has opened the ring.
+        stack_thread: Number of the writer's thread that accepts requests for stacks; 0 if there is
+            none.
+        stack_pipe: Descriptor of the pipe that requests stacks from the writer; 0 if there is none.
+        written: Number of records begun so far; only the last `capacity` of them are kept.
+
     Raises:
         ConfigError: The memory does not hold a ring.
     """
+
+    rank = _HeaderWord(_RANK)
+    pid = _HeaderWord(_PID)
+    stack_thread = _HeaderWord(_STACK_THREAD)
+    stack_pipe = _HeaderWord(_STACK_PIPE)
+    written = _HeaderWord(_HEAD)
 
     def __init__(
         self,
@@ -207,43 +234,6 @@ class EventRing:
     def nbytes_for(capacity: int = DEFAULT_CAPACITY) -> int:
         """Return the bytes of memory that a ring of `capacity` records needs."""
         return HEADER_BYTES + capacity * RECORD.size + NAMES_BYTES
-
-    @property
-    def rank(self) -> int:
-        """Rank that writes this ring."""
-        return int(self.header[_RANK])
-
-    @property
-    def pid(self) -> int:
-        """Process id of the writer, 0 until it has opened the ring."""
-        return int(self.header[_PID])
-
-    @pid.setter
-    def pid(self, value: int) -> None:
-        self.header[_PID] = value
-
-    @property
-    def stack_thread(self) -> int:
-        """Number of the writer's thread that accepts requests for stacks; 0 if there is none."""
-        return int(self.header[_STACK_THREAD])
-
-    @stack_thread.setter
-    def stack_thread(self, value: int) -> None:
-        self.header[_STACK_THREAD] = value
-
-    @property
-    def stack_pipe(self) -> int:
-        """Descriptor of the pipe that requests stacks from the writer; 0 if there is none."""
-        return int(self.header[_STACK_PIPE])
-
-    @stack_pipe.setter
-    def stack_pipe(self, value: int) -> None:
-        self.header[_STACK_PIPE] = value
-
-    @property
-    def written(self) -> int:
-        """Number of records begun so far; only the last `capacity` of them are kept."""
-        return int(self.header[_HEAD])
 
     @property
     def clock_offset_ns(self) -> int:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from functools import partial
 from typing import Any
 
@@ -177,11 +177,9 @@ class _Averaging(ChangedOptimizer):
             )
         self.synchronize()
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which gradients stay local; the next backward outside averages."""
-        with self._reducer.no_sync():
-            yield
+        return self._reducer.no_sync()
 
     def close(self) -> None:
         """Stop averaging, and restore the class of the optimizer."""

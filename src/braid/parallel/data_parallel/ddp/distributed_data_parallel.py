@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -253,11 +253,9 @@ class DistributedDataParallel(TorchNames, CopyableWrapper):
             self._reducer.register_outputs(followed, buffers_used=changes)
         return outputs
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which gradients stay local; the next backward outside averages."""
-        with self._reducer.no_sync():
-            yield
+        return self._reducer.no_sync()
 
     def set_loss_weight(self, num_samples: float | None) -> None:
         """Set the weight of gradients of later forwards, such as the number of samples.

@@ -22,6 +22,7 @@ no warning if replicas return scalars.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -216,10 +217,7 @@ class DataParallel(nn.Module):
         if self.reduction == "mean" and len(moved) > 1:
             counts = [num_samples(share, self.dim) or 1 for share in shares]
             moved = [x * (n / sum(counts)) for x, n in zip(moved, counts, strict=True)]
-        total = moved[0]
-        for x in moved[1:]:
-            total = total + x
-        return total
+        return reduce(torch.add, moved)
 
 
 def data_parallel(

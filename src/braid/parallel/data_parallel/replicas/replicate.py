@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Sequence
+from functools import reduce
 from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
@@ -156,10 +157,7 @@ class _OrderedSum(torch.autograd.Function):
         if len(moved) == 1:
             return moved[0].detach()
         if any(x.layout != torch.strided for x in moved):  # of an Embedding(sparse=True)
-            total = moved[0]
-            for x in moved[1:]:
-                total = total + x
-            return total
+            return reduce(torch.add, moved)
         total = torch.empty_like(moved[0])
         combine(moved, total, "sum", None)
         return total
