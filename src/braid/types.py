@@ -7,11 +7,11 @@ use them.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-__all__ = ["Shares", "TensorSpec", "dtype_name", "first_few", "text_digest"]
+__all__ = ["Shares", "TensorSpec", "dtype_name", "first_few", "ranks_text", "text_digest"]
 
 
 def dtype_name(dtype: object) -> str:
@@ -80,3 +80,8 @@ def first_few(items: Iterable[object], most: int = 8, separator: str = ", ") -> 
     texts = list(map(str, items))
     more = f" and {len(texts) - most} more" if len(texts) > most else ""
     return separator.join(texts[:most]) + more
+
+
+def ranks_text(ranks: Sequence[int], most: int | None = None) -> str:
+    """Return ranks as text, such as `rank 1` or `ranks 0, 2`; at most the first `most` of them."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {first_few(ranks, most or len(ranks))}"

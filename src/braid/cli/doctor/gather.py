@@ -33,6 +33,7 @@ from braid.cli.doctor.facts import (
     Threads,
     Versions,
 )
+from braid.cli.doctor.probes import text_of
 from braid.errors import ConfigError
 from braid.launch.process.oom import cgroup_paths, parse_limit
 from braid.runtime.rendezvous import wants_portable
@@ -149,8 +150,8 @@ def memory() -> MemoryFacts:
     """Return the memory of the host and of the fullest control group."""
     main, swap = psutil.virtual_memory(), psutil.swap_memory()
     groups = [
-        (parse_limit(_text(path / files.limit)), _number(path / USAGE[files.limit]))
-        for path, files in cgroup_paths(_text(Path("/proc/self/cgroup")), CGROUPS)
+        (parse_limit(text_of(path / files.limit)), _number(path / USAGE[files.limit]))
+        for path, files in cgroup_paths(text_of(Path("/proc/self/cgroup")), CGROUPS)
     ]
     limited = [(limit, used) for limit, used in groups if limit and limit < main.total]
     limit, used = min(limited, key=lambda pair: pair[0] - pair[1], default=(0, 0))
@@ -175,7 +176,7 @@ def ports() -> Ports:
             one.listen(1)
     except OSError as exc:
         error = exc.strerror or str(exc)
-    limits = _text(Path("/proc/sys/net/ipv4/ip_local_port_range")).split()
+    limits = text_of(Path("/proc/sys/net/ipv4/ip_local_port_range")).split()
     first, last = map(int, limits) if len(limits) == 2 else (0, 65535)
     with socket.socket() as other:
         other.settimeout(1.0)
@@ -189,7 +190,7 @@ def names() -> HostNames:
     start_s = time.monotonic()
     addresses, error = _addresses(hostname)
     seconds = time.monotonic() - start_s
-    lines = (line.partition("#")[0].split() for line in _text(Path("/etc/hosts")).splitlines())
+    lines = (line.partition("#")[0].split() for line in text_of(Path("/etc/hosts")).splitlines())
     in_hosts = any(hostname in entry[1:] for entry in lines)
     return HostNames(hostname, addresses, error, seconds, _addresses("localhost")[0], in_hosts)
 
@@ -212,13 +213,13 @@ def clocks() -> Clocks:
         time.monotonic_ns()
     read_ns = (time.monotonic_ns() - start_ns) / CLOCK_READS
     folder = Path("/sys/devices/system/clocksource/clocksource0")
-    return Clocks(_text(folder / "current_clocksource"), read_ns)
+    return Clocks(text_of(folder / "current_clocksource"), read_ns)
 
 
 def accelerators() -> Accelerators:
     """Return the GPUs that torch sees."""
     torch = _torch()
-    driver = _text(Path("/sys/module/nvidia/version"))
+    driver = text_of(Path("/sys/module/nvidia/version"))
     if torch is None:
         return Accelerators((), "", "", driver)
     cuda = torch.version.cuda or ""
@@ -234,7 +235,7 @@ def accelerators() -> Accelerators:
 def nodes() -> NumaNodes:
     """Return the NUMA nodes that have processors."""
     paths = sorted(Path("/sys/devices/system/node").glob("node[0-9]*/cpulist"))
-    lists = [_text(path) for path in paths]
+    lists = [text_of(path) for path in paths]
     return NumaNodes(tuple(cpus for cpus in lists if cpus))
 
 
@@ -261,11 +262,11 @@ def _usable() -> int:
 
 def _quota() -> float | None:
     """Return the CPU quota of the control group (v2, then v1) in cores; None without a quota."""
-    for line in _text(Path("/proc/self/cgroup")).splitlines():
+    for line in text_of(Path("/proc/self/cgroup")).splitlines():
         hierarchy, controllers, path = [*line.split(":", 2), "", ""][:3]
         relative = path.strip("/")
         for folder in (CGROUPS / relative, CGROUPS):
-            fields = _text(folder / "cpu.max").split()
+            fields = text_of(folder / "cpu.max").split()
             if hierarchy == "0" and len(fields) == 2 and fields[0].isdecimal():
                 return int(fields[0]) / int(fields[1])
         if "cpu" in controllers.split(","):
@@ -288,12 +289,5 @@ def _addresses(name: str) -> tuple[tuple[str, ...], str]:
 
 
 def _number(path: Path) -> int:
-    text = _text(path)
+    text = text_of(path)
     return int(text) if text.isascii() and text.isdecimal() else 0
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace").strip()
-    except OSError:
-        return ""

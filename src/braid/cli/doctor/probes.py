@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from braid.cli.doctor.facts import Permissions
 
-__all__ = ["probe_permissions"]
+__all__ = ["probe_permissions", "text_of"]
 
 LIMIT_S = 10.0
 PROC = Path("/proc")
@@ -86,7 +86,7 @@ def probe_permissions() -> Permissions:
         )
         read_sibling = answer.stdout.strip() if answer.stdout else "no answer"
         pidfd, read_child = _pidfd(holder.pid), _read(holder)
-    scope = _text(PROC / "sys/kernel/yama/ptrace_scope")
+    scope = text_of(PROC / "sys/kernel/yama/ptrace_scope")
     return Permissions(
         memfd=_memfd(),
         pidfd=pidfd,
@@ -142,7 +142,8 @@ def _read(holder: _Holder) -> str:
     return os.strerror(ctypes.get_errno() or errno.EIO)
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
+    """Return the text of a file; empty if it cannot be read."""
     try:
         return path.read_text(errors="replace").strip()
     except OSError:

@@ -23,6 +23,7 @@ from braid.compat.megatron.state import STATE
 from braid.runtime.store import exchange
 from braid.runtime.store.torch_store import TorchStore
 from braid.runtime.torch_internals import default_store
+from braid.types import ranks_text
 
 __all__ = ["initialize_model_parallel"]
 
@@ -56,7 +57,7 @@ def check_alike(call: str, arguments: Mapping[str, object]) -> None:
         for other, theirs in enumerate(values):
             members.setdefault(theirs[name], []).append(other)
         if len(members) > 1:
-            parts = (f"{v} on {_ranks(ranks_of_v)}" for v, ranks_of_v in members.items())
+            parts = (f"{v} on {ranks_text(ranks_of_v)}" for v, ranks_of_v in members.items())
             problems.append(f"{name} is {' and '.join(parts)}")
     if problems:
         msg = (
@@ -64,10 +65,6 @@ def check_alike(call: str, arguments: Mapping[str, object]) -> None:
             "arguments on all ranks"
         )
         raise UsageError(msg)
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def initialize_model_parallel(

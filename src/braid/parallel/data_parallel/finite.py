@@ -19,7 +19,7 @@ import torch
 from braid.comm import Group
 from braid.errors import BraidError, ConfigError
 from braid.parallel.gradients import AveragingOutcome, RankState
-from braid.types import first_few
+from braid.types import first_few, ranks_text
 
 __all__ = [
     "CHOICES",
@@ -50,8 +50,7 @@ class NonFinite(NamedTuple):
 
     def __str__(self) -> str:
         names = first_few(map(repr, self.parameters), 5)
-        ranks = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}"
-        ranks = ranks if self.ranks else "a rank that has joined"
+        ranks = ranks_text(self.ranks) if self.ranks else "a rank that has joined"
         return f"gradients of {names} are NaN or infinite on {ranks} in step {self.step}"
 
 

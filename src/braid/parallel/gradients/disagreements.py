@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from braid.parallel.gradients.status import RankState, Status
 from braid.parallel.gradients.table import ParamRecord
-from braid.types import first_few
+from braid.types import first_few, ranks_text
 
 __all__ = [
     "OWN_GRADIENTS",
@@ -42,8 +42,8 @@ def hooks_differ(status: Status, ranks: Sequence[int]) -> str | None:
     having = [rank for rank, has in zip(ranks, status.has_hook, strict=True) if has]
     lacking = [rank for rank, has in zip(ranks, status.has_hook, strict=True) if not has]
     return (
-        f"a communication hook is registered on {_ranks_text(having)} and none on "
-        f"{_ranks_text(lacking)}, so ranks do not match: call register_comm_hook with the same "
+        f"a communication hook is registered on {ranks_text(having)} and none on "
+        f"{ranks_text(lacking)}, so ranks do not match: call register_comm_hook with the same "
         "hook on every rank, before the first backward"
     )
 
@@ -78,10 +78,6 @@ def failed_ranks(status: Status, ranks: Sequence[int], reasons: Sequence[str]) -
         )
     failed = [ranks[rank] for rank in status.ranks(RankState.FAILED)]
     return (
-        f"an exception ended the backward of {_ranks_text(failed)} (see there), so gradients of "
+        f"an exception ended the backward of {ranks_text(failed)} (see there), so gradients of "
         "this step are meaningless on every rank. Zero them and go on with the next batch, or stop"
     )
-
-
-def _ranks_text(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

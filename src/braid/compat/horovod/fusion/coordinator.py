@@ -24,6 +24,7 @@ import msgspec
 from braid.compat.horovod.fusion.request import JOINABLE, Request, Response
 from braid.programs.reductions import REDUCTIONS as DEFINED_OPS
 from braid.programs.reductions import refusal
+from braid.types import ranks_text
 
 __all__ = ["Coordinator", "agree"]
 
@@ -254,7 +255,9 @@ def _difference(by_rank: Mapping[int, Request], ranks: Sequence[int]) -> str:
         for position, request in by_rank.items():
             values.setdefault(read(request), []).append(ranks[position])
         if len(values) > 1:
-            named = "; ".join(f"{value} on {_named(owners)}" for value, owners in values.items())
+            named = "; ".join(
+                f"{value} on {ranks_text(owners)}" for value, owners in values.items()
+            )
             return (
                 f"ranks disagree on the {aspect} of {first.name!r}: {named}. Submit the same on "
                 "all ranks"
@@ -287,7 +290,3 @@ def _impossible(by_rank: Mapping[int, Request], ranks: Sequence[int]) -> str:
                     f"rows on rank {ranks[position]}"
                 )
     return ""
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

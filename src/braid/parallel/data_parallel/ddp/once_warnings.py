@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 
 from braid.parallel.gradients import AveragingOutcome, RankState
-from braid.types import first_few
+from braid.types import first_few, ranks_text
 
 __all__ = ["OnceWarnings"]
 
@@ -66,7 +66,7 @@ def _ahead_text(model: str, number: int, counts: dict[int, int]) -> str:
     for rank, count in sorted(counts.items()):
         by_count.setdefault(count, []).append(rank)
     listed = "; ".join(
-        f"{count} on {_ranks_text(by_count[count])}" for count in sorted(by_count) if count
+        f"{count} on {ranks_text(by_count[count], 8)}" for count in sorted(by_count) if count
     )
     return (
         f"{model} ran forwards without a backward in step {number}: {listed}. If an exception "
@@ -74,10 +74,6 @@ def _ahead_text(model: str, number: int, counts: dict[int, int]) -> str:
         "on: skip such a batch on all ranks. Shown once; run forwards that need no backward "
         "under torch.no_grad()"
     )
-
-
-def _ranks_text(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {first_few(ranks)}"
 
 
 def _warn(text: str) -> None:
