@@ -411,11 +411,9 @@ class Parts(Protocol):
 
     def whole_shape(self, name: str, part: tuple[int, ...]) -> tuple[int, ...]:
         """Return the global shape of the tensor `name`, whose shard here has the shape `part`."""
-        ...
 
     def part_of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard of the tensor `name`, from the whole tensor `whole`."""
-        ...
 
 
 class PartedCheckpoint(Checkpoint):

@@ -87,7 +87,6 @@ class Snapshot(Protocol):
 
     def pieces(self) -> Iterable[Slice]:
         """Return this rank's slices; the slices of all ranks contain every element once."""
-        ...
 
 
 class FailedSnapshot:

@@ -54,42 +54,34 @@ class Members(Protocol):
     @property
     def group(self) -> Group:
         """Group of the current members."""
-        ...
 
     @property
     def may_change(self) -> bool:
         """Whether another epoch (period with the same members) can follow, with other members."""
-        ...
 
     @property
     def can_lose(self) -> bool:
         """Whether the training could continue without one member when this epoch began."""
-        ...
 
     @property
     def has_lost_launcher(self) -> bool:
         """Whether members cannot change any more, since the launcher has ended."""
-        ...
 
     @property
     def is_last_epoch(self) -> bool:
         """Whether the members have agreed on this epoch without the launcher, to save and end."""
-        ...
 
     @property
     def checkpoint_step(self) -> int:
         """Number of steps in the checkpoint with which all members begin; -1 if some have state."""
-        ...
 
     @property
     def is_newcomer(self) -> bool:
         """Whether this process is new and has not been admitted by the other members."""
-        ...
 
     @property
     def pauses(self) -> bool:
         """Whether members have been asked to call `next_epoch` after their step."""
-        ...
 
     def finished_step(self, num_steps: int, weights: Weights | None) -> None:
         """Report that this process has finished a step, for `braid status` and `braid chaos`.
@@ -99,7 +91,6 @@ class Members(Protocol):
             weights: Returns a digest of this process's share of the weights after these steps; None
                 if the weights depend on the number of ranks.
         """
-        ...
 
     def can_resume(self, num_steps: int, *, is_saved: bool) -> None:
         """Report, on the first member, a checkpoint with which new processes could begin.
@@ -108,7 +99,6 @@ class Members(Protocol):
             num_steps: Number of steps in the checkpoint.
             is_saved: Whether this training has saved it; otherwise it has begun with it.
         """
-        ...
 
     def leave(self, num_steps: int, reason: str) -> NoReturn:
         """End this process; the other members continue without it in the next epoch.
@@ -120,7 +110,6 @@ class Members(Protocol):
         Raises:
             SystemExit: Always.
         """
-        ...
 
     def offer_to_leave(self, num_steps: int, reason: str) -> None:
         """Ask the launcher to continue without this process; all members then call `next_epoch`.
@@ -131,7 +120,6 @@ class Members(Protocol):
             num_steps: See `next_epoch`.
             reason: See `leave`.
         """
-        ...
 
     def next_epoch(self, num_steps: int, directory: str = "") -> list[int]:
         """Join the next epoch (period with the same members); every member calls it.
@@ -147,7 +135,6 @@ class Members(Protocol):
         Raises:
             SystemExit: The run continues without this process.
         """
-        ...
 
 
 def require_change(members: Members, error: CommError) -> None:

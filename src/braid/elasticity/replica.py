@@ -40,12 +40,10 @@ class Replica(Protocol):
     @property
     def spent_ns(self) -> int:
         """Nanoseconds that this member has spent in the communication of micro-batches."""
-        ...
 
     @property
     def part_names(self) -> Sequence[str]:
         """Names of the parts of the state on this member; none if no member keeps copies."""
-        ...
 
     def enter(
         self,
@@ -63,15 +61,12 @@ class Replica(Protocol):
                 together with the state.
             checkpoints: Checkpoints to load if no member has the state.
         """
-        ...
 
     def weights(self, num_steps: int) -> dict[str, float]:
         """Return a digest of this member's share of the weights; see `weight_digest`."""
-        ...
 
     def begin(self, number: int) -> None:
         """Begin the micro-batch with this number, counted over all steps."""
-        ...
 
     def note_sent(self, sums: dict[int, int] | None) -> None:
         """Add checksums of the values that this member sends in micro-batches to `sums`.
@@ -79,7 +74,6 @@ class Replica(Protocol):
         Args:
             sums: Checksums by place in the order of computation; None to compute none.
         """
-        ...
 
     def prepare(self) -> float:
         """Prepare the mean gradients for the update, such as by clipping; a collective.
@@ -87,7 +81,6 @@ class Replica(Protocol):
         Returns:
             Norm of the gradients, if it was computed; else NaN.
         """
-        ...
 
     def agree(self, *, flag: bool) -> bool:
         """Wait until all members have what their updates need; a collective.
@@ -100,15 +93,12 @@ class Replica(Protocol):
         Returns:
             Whether any member has raised a flag.
         """
-        ...
 
     def updated(self) -> None:
         """Record that the update has been made; not a collective."""
-        ...
 
     def share(self) -> None:
         """Give all members the parameters that others have updated; a collective."""
-        ...
 
 
 class WholeModel:

@@ -55,11 +55,9 @@ class Stateful(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state."""
-        ...
 
     def load_state_dict(self, state: dict[str, Any], /) -> object:
         """Replace the state."""
-        ...
 
 
 class TrainingState(NamedTuple):

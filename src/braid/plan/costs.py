@@ -88,42 +88,34 @@ class ModelCosts(Protocol):
     @property
     def model(self) -> str:
         """Name of the model."""
-        ...
 
     @property
     def origin(self) -> Origin:
         """Whether times were measured or are estimated."""
-        ...
 
     @property
     def spread(self) -> float:
         """Relative spread of the measured times; 0 if they are estimated."""
-        ...
 
     @property
     def num_layers(self) -> int:
         """Number of layers."""
-        ...
 
     @property
     def tensor_sizes(self) -> Sequence[int]:
         """Numbers of ranks over which each layer can be sharded; 1 is always included."""
-        ...
 
     @property
     def sequence_sizes(self) -> Sequence[int]:
         """Numbers of ranks over which sequences can be sharded; 1 is always included."""
-        ...
 
     @property
     def expert_sizes(self) -> Sequence[int]:
         """Numbers of ranks over which experts can be sharded; 1 is always included."""
-        ...
 
     @property
     def left_out(self) -> Sequence[str]:
         """Sentences about axes of a mesh that the model could use, but a plan cannot."""
-        ...
 
     def layers(self, rows: float, tensor: int) -> Sequence[MicrobatchCost]:
         """Return the costs of all layers for a micro-batch, on one of `tensor` ranks.
@@ -132,7 +124,6 @@ class ModelCosts(Protocol):
             rows: Number of rows; a rank that shares sequences has a fraction of each row.
             tensor: Number of ranks that share each layer.
         """
-        ...
 
 
 class Axis(NamedTuple):
@@ -153,55 +144,43 @@ class Machines(Protocol):
     @property
     def num_ranks(self) -> int:
         """Number of ranks."""
-        ...
 
     @property
     def origin(self) -> Origin:
         """Whether times were measured or are estimated."""
-        ...
 
     @property
     def memory_bytes(self) -> float:
         """Memory of a rank; infinity if it is not known."""
-        ...
 
     @property
     def knows_servers(self) -> bool:
         """Whether the cost of `push_pull`, a whole step of a parameter server, is known."""
-        ...
 
     @property
     def overlap(self) -> float:
         """Share of a gradient's all-reduce that a backward can hide, from 0 to 1."""
-        ...
 
     @property
     def ranks_per_core(self) -> float:
         """Number of ranks that share a CPU core; times were measured while all of them computed."""
-        ...
 
     @property
     def action_s(self) -> float:
         """Overhead in seconds of each forward or backward in a pipeline, besides the layers."""
-        ...
 
     @property
     def step_s(self) -> float:
         """Constant overhead of a step in seconds, such as the time to fetch the batch."""
-        ...
 
     def collective_s(self, operation: str, axis: Axis, nbytes: float) -> float:
         """Return the seconds of a collective that all groups of an axis run at the same time."""
-        ...
 
     def message_s(self, axis: Axis, nbytes: float) -> float:
         """Return the seconds of a message to the next rank of an axis, over the slowest hop."""
-        ...
 
     def optimizer_s(self, param_bytes: float) -> float:
         """Return the seconds of gradient clipping and the optimizer's step, for `param_bytes`."""
-        ...
 
     def level_bytes(self, axis: Axis, sent: float) -> Mapping[str, float]:
         """Return the bytes on one link, by cluster level, if each rank of an axis sends `sent`."""
-        ...

@@ -20,15 +20,12 @@ class Clock(Protocol):
 
     def now_ns(self) -> int:
         """Return nanoseconds since an arbitrary fixed origin; never decreases."""
-        ...
 
     def after_ns(self, duration_s: float) -> int:
         """Return the time `duration_s` seconds from now, such as a deadline."""
-        ...
 
     def sleep(self, duration_s: float) -> None:
         """Block for `duration_s` seconds."""
-        ...
 
 
 class MonotonicClock:

@@ -25,7 +25,6 @@ class Callback(Protocol):
             results: Means over all samples: `loss`, and with validation data `validation_loss` and
                 the metrics.
         """
-        ...
 
 
 class EarlyStop:

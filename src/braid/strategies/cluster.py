@@ -51,7 +51,6 @@ class ClusterResolver(Protocol):
 
     def cluster_spec(self) -> ClusterSpec:
         """Return the addresses of all tasks, by job."""
-        ...
 
 
 class _Cluster:

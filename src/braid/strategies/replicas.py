@@ -47,19 +47,15 @@ class LocalReplicas(Protocol):
 
     def run(self, call: Callable[[int, Group], Any]) -> list[Any]:
         """Call `call(index, group)` for each replica of this process, in parallel."""
-        ...
 
     def merge(self, index: int, args: Any, call: Callable[[list[Any]], Any]) -> Any:
         """Call `call(values)` once, with the `args` of all replicas of this process."""
-        ...
 
     def end_step(self, index: int) -> None:
         """Record that a replica has returned from its step, and does not call `merge` any more."""
-        ...
 
     def close(self) -> None:
         """End the replicas."""
-        ...
 
 
 class OneRank:

@@ -64,23 +64,18 @@ class Shards(Protocol):
             batch: Numbers of the batch's samples.
             stop: Whether this rank was asked to stop after this step; ranks exchange it.
         """
-        ...
 
     def evaluate(self, windows: Windows, indices: Sequence[int]) -> float:
         """Compute the mean loss of the samples `indices` of `windows`, without gradients."""
-        ...
 
     def clip(self, max_norm: float) -> float:
         """Scale gradients to at most `max_norm`; return the norm before."""
-        ...
 
     def checkpoint(self, optimizer: Optimizer) -> tuple[Snapshot, dict[str, Any]]:
         """Return the tensors that this rank writes, and the values that are not tensors."""
-        ...
 
     def share_weights(self) -> None:
         """Gather all weights on rank 0, so that it can generate text; a collective."""
-        ...
 
 
 class ParallelShards:

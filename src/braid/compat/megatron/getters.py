@@ -32,7 +32,6 @@ class GroupGetter(Protocol):
 
     def __call__(self, check_initialized: bool = True) -> Any:
         """Return the group; raise if there is none and `check_initialized`, else return None."""
-        ...
 
 
 def group_of(kind: str) -> GroupGetter:

@@ -136,7 +136,6 @@ class AgentStarter(Protocol):
     @property
     def has_ended(self) -> bool:
         """Whether the starter has ended, so that no agent can start any more."""
-        ...
 
     def invite(self, addresses: Sequence[str], num_nodes: int, key: bytes, limit_s: float) -> None:
         """Start an agent on each node.
@@ -147,23 +146,18 @@ class AgentStarter(Protocol):
             key: Secret of the job.
             limit_s: Seconds that agents try to reach this launcher.
         """
-        ...
 
     def problem(self) -> str:
         """Return the reason why the starter has ended."""
-        ...
 
     def why_lost(self, node: int, limit_s: float) -> str:
         """Return why a node is gone; empty if the reason is not known within `limit_s`."""
-        ...
 
     def register(self, selector: selectors.BaseSelector) -> None:
         """Register with a selector; the data of a key is the function to call."""
-        ...
 
     def unregister(self) -> None:
         """Unregister from the selector. Idempotent."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -111,7 +111,6 @@ class Placement(Protocol):
         Raises:
             ConfigError: The agent cannot be started.
         """
-        ...
 
 
 class LocalPlacement:

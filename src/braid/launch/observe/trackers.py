@@ -32,15 +32,12 @@ class Tracker(Protocol):
 
     def begin(self, name: str, facts: Mapping[str, str]) -> None:
         """Begin a run with a name and the facts of its start, such as command and commit."""
-        ...
 
     def log(self, step: int, unix_s: float | None, values: Mapping[str, float]) -> None:
         """Receive the finite numbers of one step and, if known, the time at which it was logged."""
-        ...
 
     def end(self) -> None:
         """End the run; everything must be written when this returns."""
-        ...
 
 
 class TensorBoard:

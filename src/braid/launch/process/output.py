@@ -49,15 +49,12 @@ class Console(Protocol):
             text: The line without its end.
             end: Terminator of the line; used where the console can show partial lines.
         """
-        ...
 
     def notice(self, text: str) -> None:
         """Show a message of the launcher."""
-        ...
 
     def is_limited(self, stream: int) -> bool:
         """Return whether a stream (1 or 2) should get few lines per second, as for a terminal."""
-        ...
 
 
 class LineSplitter:

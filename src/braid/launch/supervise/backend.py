@@ -64,46 +64,37 @@ class RankBackend(Protocol):
     @property
     def run_id(self) -> str:
         """Name of the run."""
-        ...
 
     @property
     def secret(self) -> Secret:
         """Secret of the run."""
-        ...
 
     @property
     def store_address(self) -> str:
         """Address on which the store listens."""
-        ...
 
     def address_for_rank(self, listening: str) -> str:
         """Return the address at which ranks reach the store that listens at `listening`."""
-        ...
 
     @property
     def spans_hosts(self) -> bool:
         """Whether ranks run on several hosts, which must reach the store."""
-        ...
 
     @property
     def is_on_engine(self) -> bool:
         """Whether an engine (such as Slurm) runs the nodes; it may repeat SIGTERM."""
-        ...
 
     @property
     def hosts(self) -> tuple[RunHost, ...]:
         """Hosts of the ranks, in rank order."""
-        ...
 
     @property
     def threads(self) -> str:
         """OMP_NUM_THREADS of the ranks, with the reason for the choice."""
-        ...
 
     @property
     def deadline_ns(self) -> int | None:
         """Time at which `poll` is due; None if the backend waits for descriptors only."""
-        ...
 
     def attach(
         self,
@@ -121,11 +112,9 @@ class RankBackend(Protocol):
             on_signal: Called when a signal asks the run to end.
             notice: Shows a text to the user.
         """
-        ...
 
     def detach(self) -> None:
         """Stop reporting events, and unregister from the selector."""
-        ...
 
     def placement(self, place: int, host: str = "") -> RankPlacement:
         """Return the placement of a rank.
@@ -134,7 +123,6 @@ class RankBackend(Protocol):
             place: Rank that first has the place; the index of the place on `host`, if it is named.
             host: Name of the host; empty to let the backend choose it.
         """
-        ...
 
     def start(self, spec: RankSpec) -> Rank:
         """Start a rank, which then owns its black box and output.
@@ -142,19 +130,15 @@ class RankBackend(Protocol):
         Raises:
             OSError: The system cannot start another process.
         """
-        ...
 
     def reap(self) -> None:
         """Report state changes of child processes; call after SIGCHLD."""
-        ...
 
     def poll(self) -> None:
         """Take the steps that are due, without blocking."""
-        ...
 
     def memory_kill(self) -> MemoryKill | None:
         """Return the facts about an out-of-memory kill on this host since the last call."""
-        ...
 
     def finish(self) -> Iterator[int]:
         """End the processes that ranks have left behind.
@@ -162,7 +146,6 @@ class RankBackend(Protocol):
         Yields:
             Time until which the caller should poll descriptors before the next step.
         """
-        ...
 
     def dismiss(self, exit_code: int, text: str) -> None:
         """Send the outcome of the run to all agents, if there are any.
@@ -171,4 +154,3 @@ class RankBackend(Protocol):
             exit_code: Exit code of the run.
             text: Error block; empty after success.
         """
-        ...

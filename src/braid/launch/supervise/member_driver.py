@@ -43,29 +43,23 @@ class ElasticRun(Protocol):
     @property
     def ranks(self) -> Mapping[int, Rank]:
         """Ranks by number, also those that have ended."""
-        ...
 
     @property
     def journal(self) -> RunJournal:
         """Journal that shows and logs changes of the members."""
-        ...
 
     @property
     def is_running(self) -> bool:
         """Whether nothing has ended the run so far."""
-        ...
 
     def start_another(self) -> None:
         """Start one more rank."""
-        ...
 
     def dismiss(self, rank: int) -> None:
         """End a rank that the run no longer needs."""
-        ...
 
     def interrupt(self) -> None:
         """End the run as after SIGTERM."""
-        ...
 
 
 class MemberDriver:

@@ -14,20 +14,16 @@ class SlotSource(Protocol):
     @property
     def hosts(self) -> Mapping[str, int]:
         """Number of slots of each host; the host's name is empty if the run has no agents."""
-        ...
 
     @property
     def deadline_ns(self) -> int:
         """Time at which `poll` is due."""
-        ...
 
     def poll(self) -> tuple[bool, str]:
         """Update `hosts` without blocking; return whether they have changed, and a notice."""
-        ...
 
     def lost(self, host: str, *, is_gone: bool = False) -> None:
         """Record that a rank on a host has died, so that its slot may be unusable.
 
         If `is_gone`, the host itself was lost or cannot be reached.
         """
-        ...

@@ -73,7 +73,6 @@ class Kernel(Protocol):
 
     def forward(self, inputs: KernelInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the block's output (B, H, S, D) and logsumexp (B, H, S)."""
-        ...
 
     def backward(
         self, inputs: KernelInputs, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
@@ -86,7 +85,6 @@ class Kernel(Protocol):
             out: Output over all keys, in the dtype of q.
             lse: Logsumexp over all keys.
         """
-        ...
 
 
 class MatmulKernel:

@@ -36,7 +36,6 @@ class Awaited(Protocol):
 
     def wait(self) -> None:
         """Return when the operation has ended."""
-        ...
 
 
 CheckedNumbers = Literal["all", "first", "late"]

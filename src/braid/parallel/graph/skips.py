@@ -89,11 +89,9 @@ class Skipping(Protocol):
 
     def stashable(self) -> Iterable[SkipKey]:
         """Return the keys that the module stashes."""
-        ...
 
     def poppable(self) -> Iterable[SkipKey]:
         """Return the keys that the module pops."""
-        ...
 
 
 def skips_of(module: nn.Module) -> tuple[list[SkipKey], list[SkipKey]]:

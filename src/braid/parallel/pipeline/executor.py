@@ -49,7 +49,6 @@ class Microbatches(Protocol):
 
     def __getitem__(self, i: int, /) -> Any:
         """Return a part."""
-        ...
 
 
 def _tag(edge: Edge, microbatch: int) -> int:

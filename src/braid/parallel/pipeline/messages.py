@@ -56,37 +56,29 @@ class Carrier(Protocol):
 
     def send_value(self, value: Any, peer: int, edge: int = 0) -> None:
         """Send a stage's output to the rank `peer`, over the connection number `edge`."""
-        ...
 
     def recv_value(self, peer: int, edge: int = 0) -> Any:
         """Receive a stage's output from the rank `peer`, over the connection number `edge`."""
-        ...
 
     def send_tensors(self, tensors: Sequence[torch.Tensor], peer: int, edge: int = 0) -> None:
         """Send tensors to the rank `peer`, which knows their shapes, over connection `edge`."""
-        ...
 
     def recv_tensors(
         self, like: Sequence[torch.Tensor], peer: int, edge: int = 0
     ) -> list[torch.Tensor]:
         """Receive tensors like `like` from the rank `peer`, over connection `edge`."""
-        ...
 
     def finish(self) -> None:
         """Wait until all messages have been sent."""
-        ...
 
     def span(self, name: str, microbatch: int) -> AbstractContextManager[object]:
         """Return a context that records the duration of the action `name` on a micro-batch."""
-        ...
 
     def abort(self, text: str) -> None:
         """Make all other ranks raise an error with this text."""
-        ...
 
     def pass_on(self, text: str) -> None:
         """Forward an error that another rank has reported, to all ranks of this rank's groups."""
-        ...
 
 
 class _Layout(NamedTuple):

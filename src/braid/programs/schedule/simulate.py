@@ -59,16 +59,13 @@ class NetworkModel(Protocol):
     @property
     def bytes_per_s(self) -> Iterable[float]:
         """Bandwidth of every link."""
-        ...
 
     @property
     def burst_bytes(self) -> Iterable[float]:
         """Bytes that each link can carry above its rate after an idle time (token bucket)."""
-        ...
 
     def route(self, source: int, target: int, nbytes: float) -> Route:
         """Return the route of a message of `nbytes` from a rank to another one."""
-        ...
 
 
 class Costs(NamedTuple):

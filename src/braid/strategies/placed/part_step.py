@@ -85,11 +85,9 @@ class PartEdges(Protocol):
 
     def put(self, target: str, edge: str, x: torch.Tensor | None, requires_grad: bool) -> None:
         """Send the tensor `x` of an edge to the part on the device `target`."""
-        ...
 
     def ask(self, source: str, edge: str) -> Callable[[], Received]:
         """Request an edge's tensor from device `source`; return a function that waits for it."""
-        ...
 
 
 class PartProgram(NamedTuple):

@@ -42,11 +42,9 @@ class BatchOperation(Protocol):
 
     def suits(self, batch: FusedBatch) -> bool:
         """Return whether this operation can carry out a batch; the same on all ranks."""
-        ...
 
     def carry_out(self, batch: FusedBatch, entries: Sequence[TensorTableEntry]) -> list[Result]:
         """Carry out a batch; return the results in the order of its responses."""
-        ...
 
 
 class Operations:

@@ -44,17 +44,14 @@ class ElasticMembers(Protocol):
     @property
     def may_change(self) -> bool:
         """Whether another epoch (period with the same members) can follow, with other members."""
-        ...
 
     @property
     def is_newcomer(self) -> bool:
         """Whether this process is new, and the other members have not accepted it."""
-        ...
 
     @property
     def numbers(self) -> tuple[int, ...]:
         """Number that the launcher gave each member, in the order of ranks."""
-        ...
 
     def agree_on_update(self) -> bool:
         """Return whether members are about to change; a collective with the same result on all.
@@ -62,7 +59,6 @@ class ElasticMembers(Protocol):
         Raises:
             HorovodInternalError: A member was lost.
         """
-        ...
 
     def join_next(self, report: MemberReport) -> list[MemberReport]:
         """Join the next epoch (period with the same members); return the reports of its members.
@@ -71,7 +67,6 @@ class ElasticMembers(Protocol):
             HorovodInternalError: A member of that epoch was lost: call this again for the next.
             CommError: No epoch follows.
         """
-        ...
 
 
 class SessionMembers:
