@@ -272,6 +272,8 @@ def rank_environ(
     values = {**of_rank, "HOSTNAME": platform.node()}
     pairs = (pair.partition("=") for pair in environ.get(RANK_VARIABLES, "").split())
     return {
+        # torch's memory in huge pages: a step on CPUs takes up to a fifth less time
+        "THP_MEM_ALLOC_ENABLE": "1",
         **{name: value for name, value in environ.items() if not name.startswith(OUTER)},
         **{name: values.get(source, "") for name, _, source in pairs},
         **of_rank,
