@@ -23,7 +23,7 @@ __all__ = ["BENCH", "MessageBench", "MessageReport", "message_verdicts"]
 
 LABELS = {
     "group": "send and recv, there and back",
-    "torch": "send and recv by torch.distributed, there and back",
+    "torch": "send and recv by torch.distributed over braid, there and back",
     "edge": "between pipeline stages, there and back",
     "call": "remote call, there and back",
     "push": "push, until it is accepted",

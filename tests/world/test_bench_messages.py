@@ -26,7 +26,7 @@ def test_every_path_is_measured(tmp_path):
     claims = [verdict.claim for verdict in messages.message_verdicts(report)]
     assert [claim.split(",")[0] for claim in claims] == [
         "send and recv",
-        "send and recv by torch.distributed",
+        "send and recv by torch.distributed over braid",
         "push",
     ]
 

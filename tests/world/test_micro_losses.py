@@ -60,8 +60,8 @@ def _of_tokens(group: Group, mesh: str, shard: int, cuts: tuple[int, ...]) -> An
     batch = tokens(0)[mine], padded(1)[mine]
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # nothing to say about a loss that is weighed
-        given = {"loss": mean_of_tokens, "loss_weight": num_tokens}
-        losses = [hybrid.evaluate(*batch, **given).item(), hybrid.step(*batch, **given).item()]
+        options = {"loss": mean_of_tokens, "loss_weight": num_tokens}
+        losses = [hybrid.evaluate(*batch, **options).item(), hybrid.step(*batch, **options).item()]
     optimizer.step()
     hybrid.make_whole()
     return losses, [param.detach() for param in model.parameters()]
@@ -198,13 +198,70 @@ def test_a_sum_and_a_mean_over_other_terms_are_warnings_once(procs):
     for said in procs(1, _warnings_of):
         halves, whole = said[:8], said[8:]
         assert [len(texts) for texts in halves] == [0, 1, 0, 0, 1, 1, 0, 1]
-        assert halves[1][0].startswith(
-            "the loss is a mean over 3 of 3 targets of one micro-batch and over 1 of 3"
-        )
+        text = "a mean over targets that weigh 1 a row in one micro-batch and 0.333333 in another"
+        assert text in halves[1][0]
         assert "pass loss_weight=" in halves[1][0]
         assert halves[5] == halves[7]
         assert halves[5][0].startswith("the loss is a sum over a micro-batch")
         assert not any(whole), "one micro-batch is the whole batch"
+
+
+def _warned_on_replicas(group: Group, targets: list[int], shard: int, cuts: tuple[int, ...]) -> Any:
+    model = Blocks()
+    hybrid = HybridParallel(model, "dp=2", group, layers=list(model.blocks), shard=shard)
+    hybrid.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+    mine = torch.arange(len(targets)).tensor_split(cuts)[hybrid.samples.rank]
+    x = torch.ones(len(targets), 6, dtype=torch.float64)[mine]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            hybrid.step(x, torch.tensor(targets)[mine], loss=functional.cross_entropy)
+    alone = (
+        hybrid.pipeline.predict(x).shape[0] if shard in {1, 2} and not hybrid.samples.rank else 0
+    )
+    return [str(w.message) for w in caught], alone
+
+
+@pytest.mark.parametrize("shard", [0, 2])
+@pytest.mark.parametrize(
+    ("targets", "is_even"), [([1, 2, 0, 3, 1, 1], True), ([1, IGNORED, 0, 3, 1, 1], False)]
+)
+def test_replicas_with_one_micro_batch_compare_their_means(procs, targets, is_even, shard):
+    (said, alone), (other, _) = procs(2, _warned_on_replicas, targets, shard, (2,))
+    assert [len(said), len(other)] == [int(not is_even)] * 2
+    assert alone == (2 if shard else 0), "one replica may predict alone"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_counts_that_torch_has_rounded_are_no_warning(dtype):
+    def main(group: Group) -> None:
+        layer = nn.utils.skip_init(nn.Linear, 2, 7, dtype=dtype)
+        for param in layer.parameters():
+            nn.init.zeros_(param)
+        pipeline = Pipeline([nn.Identity(), layer], num_microbatches=4, group=group)
+        x, y = torch.ones(10, 1023, 2, dtype=dtype), torch.zeros(10, 1023, dtype=torch.int64)
+        weight = torch.full((7,), 0.1, dtype=dtype)
+        for options in ({}, {"weight": weight}):
+            entropy = partial(functional.cross_entropy, **options)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                pipeline.step(x, y, loss=lambda out, t, of=entropy: of(out.mT, t))
+
+    run_threads(1, main)
+
+
+def _of_elastic(group: Group) -> list[str]:
+    model = Blocks()
+    hybrid = HybridParallel(model, "dp=1", group, layers=list(model.blocks), averages=False)
+    x = torch.ones(4, 6, dtype=torch.float64)
+    options = {"loss": functional.mse_loss, "loss_weight": len}
+    return [said_by(partial(act, x, x, **options)) for act in (hybrid.step, hybrid.evaluate)]
+
+
+def test_an_elastic_training_takes_no_weights():
+    ((step, evaluate),) = run_threads(1, _of_elastic)
+    assert step == evaluate
+    assert "loss_weight= cannot be used in an elastic training" in step
 
 
 def _refused(group: Group, weight: Any) -> str:

@@ -93,9 +93,12 @@ class LeaderFollowers:
         self._follower = threading.Condition(self._lock)
         self._num_followers = 0  # with a leader of the pool
         self._num_asleep = 0  # followers that have neither been promoted nor are the standby
+        self._num_promoted = 0  # threads that were promoted, and do not run yet
         self._has_standby = False  # a follower that waits on the alarm
         self._alarm = Alarm(self._lock, REST_S)
+        self._is_called = False  # whether the standby was promoted, and does not run yet
         self._stays_back = False  # since a thread of the program waited, until the alarm rings
+        self._answering: set[int] = set()  # threads that process an urgent message
         self._bounded, self._urgent = _Backlog(self.max_running), _Backlog(float("inf"))
 
     def start(self) -> None:
@@ -231,6 +234,7 @@ class LeaderFollowers:
     def _run(self) -> None:
         """Process, lead or follow."""
         with self._lock, contextlib.suppress(StaleError):
+            self._num_promoted -= 1
             self._num_followers += 1
             try:
                 while not self._is_closed:
@@ -258,6 +262,8 @@ class LeaderFollowers:
         """Process the next message; a follower must be able to lead meanwhile."""
         delivery, arrived_ns = backlog.waiting.popleft()
         backlog.num_processed += 1
+        if backlog is self._urgent:
+            self._answering.add(threading.get_ident())
         self._num_followers -= 1
         is_backed_up = self._bounded.waiting or self._urgent.waiting
         if not self._num_followers or is_backed_up or not self._has_standby:
@@ -271,6 +277,7 @@ class LeaderFollowers:
         finally:
             self._num_followers += 1
             backlog.num_processed -= 1
+            self._answering.discard(threading.get_ident())
 
     def _may_lead(self) -> bool:
         return not (self._has_leader or self.num_waiting or self._stays_back)
@@ -289,10 +296,12 @@ class LeaderFollowers:
         if self._has_standby:
             self._num_asleep += 1
             self._follower.wait()
+            self._num_promoted -= 1
             return
         self._has_standby = True
         self._alarm.wait()
-        self._has_standby = self._stays_back = False
+        self._num_promoted -= self._is_called
+        self._has_standby = self._stays_back = self._is_called = False
 
     # -- promotions, with the lock
 
@@ -300,10 +309,16 @@ class LeaderFollowers:
         """Wake a follower, which processes or leads; start one if there is none."""
         if self._is_closed:
             return
+        num_waiting = len(self._bounded.waiting) + len(self._urgent.waiting)
+        if self._num_promoted > num_waiting:  # one of them leads
+            return
         if self._num_asleep:
             self._num_asleep -= 1
+            self._num_promoted += 1
             self._follower.notify()
-        elif self._has_standby:
+        elif self._has_standby and not self._is_called:
+            self._is_called = True
+            self._num_promoted += 1
             self._alarm.ring()
         elif len(self._threads) <= self._bounded.limit + self._urgent.num_processed:
             self._spawn()
@@ -312,6 +327,7 @@ class LeaderFollowers:
         name = f"braid-rpc-{self.van.node}-{next(self._numbers)}"
         thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._threads.append(thread)
+        self._num_promoted += 1
         thread.start()
 
     def _wake_waiters(self, limit: int | None = None) -> None:
@@ -349,7 +365,10 @@ class LeaderFollowers:
         """
         with self._lock:
             self._stays_back = False
-            if not (self._has_leader or self.num_waiting or self._urgent.num_processed):
+            if self._has_leader or self.num_waiting:
+                return
+            # a thread that processes an answer leads next, unless it makes this call and may wait
+            if not self._answering or threading.get_ident() in self._answering:
                 self._promote_follower()
 
     def notify(self) -> None:

@@ -4,9 +4,9 @@ Problem: a thread that takes over when other threads have been idle for 3 ms wou
 every 3 ms whether they are. Each look takes the interpreter lock from a thread that computes, or
 that waits for a message of 100 us.
 
-Idea: a timer of the kernel, on which the thread blocks. Whoever does something puts the timer off,
-which needs no change of threads. So the thread wakes once for each idle time, and not at all while
-the others are busy. Where the kernel has no such timer, the thread looks.
+Idea: a timer of the kernel, on which the thread blocks. A thread that does something puts the timer
+off, which needs no change of threads. So the waiting thread wakes once for each idle time, and not
+at all while the others are busy. Without such a timer it looks whether its time has come.
 
 Source: timerfd_create(2).
 """
@@ -20,9 +20,11 @@ import threading
 import time
 from contextlib import suppress
 
+from braid.errors import InternalError
+
 __all__ = ["Alarm"]
 
-_S = 1_000_000_000
+_NS_PER_S = 1_000_000_000
 _NOW_NS = 1  # zero would disarm the timer
 _Spec = ctypes.c_long * 4  # interval and first expiration, each in seconds and nanoseconds
 # PyDLL: the call is shorter than releasing and taking the interpreter's lock
@@ -43,17 +45,17 @@ class Alarm:
 
     Args:
         lock: Lock of the state that the threads share.
-        pause_s: Seconds without an event after which the thread wakes, or down to half of them.
+        pause_s: Most seconds without an event after which the thread wakes; at least half of them.
     """
 
     def __init__(self, lock: threading.RLock, pause_s: float) -> None:
         self._lock = lock
-        self._pause_ns = round(pause_s * _S)
+        self._pause_ns = round(pause_s * _NS_PER_S)
         self._put_off_ns = 0  # when the alarm was put off last
         self._is_rung = False
         self._timer = _new_timer()
         self._due_ns = math.inf  # without a timer
-        self._sooner = threading.Condition(lock)
+        self._change = threading.Condition(lock)
 
     def put_off(self) -> None:
         """Note an event: the alarm does not ring before a pause without events."""
@@ -79,7 +81,7 @@ class Alarm:
                 self._lock.acquire()
         else:
             while (left_ns := self._due_ns - time.monotonic_ns()) > 0:
-                self._sooner.wait(None if left_ns == math.inf else left_ns / _S)
+                self._change.wait(None if left_ns == math.inf else left_ns / _NS_PER_S)
             self._due_ns = math.inf
         self._is_rung, self._put_off_ns = False, 0
 
@@ -91,10 +93,12 @@ class Alarm:
 
     def _set(self, pause_ns: int) -> None:
         if self._timer >= 0:
-            spec = _Spec(0, 0, *divmod(pause_ns, _S))
-            _libc.timerfd_settime(self._timer, 0, ctypes.byref(spec), None)
+            spec = _Spec(0, 0, *divmod(pause_ns, _NS_PER_S))
+            if _libc.timerfd_settime(self._timer, 0, ctypes.byref(spec), None):
+                msg = "the descriptor of a timer of braid was closed by another part of the program"
+                raise InternalError(msg)
             return
         due_ns = time.monotonic_ns() + pause_ns
         if due_ns < self._due_ns:
-            self._sooner.notify()  # a thread that waits longer than needed looks again by itself
+            self._change.notify()  # a thread that waits longer than needed looks again by itself
         self._due_ns = due_ns

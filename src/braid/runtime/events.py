@@ -167,13 +167,17 @@ class NameTable:
 class _HeaderWord:
     """Attribute of a ring in its header."""
 
-    def __init__(self, place: int) -> None:
+    def __init__(self, place: int, *, is_fixed: bool = False) -> None:
         self._place = place
+        self._is_fixed = is_fixed
 
     def __get__(self, ring: EventRing, _owner: object) -> int:
         return int(ring.header[self._place])
 
     def __set__(self, ring: EventRing, value: int) -> None:
+        if self._is_fixed:
+            msg = "this word of a ring's header is written by its recorder only"
+            raise AttributeError(msg)
         ring.header[self._place] = value
 
 
@@ -198,11 +202,11 @@ class EventRing:
         ConfigError: The memory does not hold a ring.
     """
 
-    rank = _HeaderWord(_RANK)
+    rank = _HeaderWord(_RANK, is_fixed=True)
     pid = _HeaderWord(_PID)
     stack_thread = _HeaderWord(_STACK_THREAD)
     stack_pipe = _HeaderWord(_STACK_PIPE)
-    written = _HeaderWord(_HEAD)
+    written = _HeaderWord(_HEAD, is_fixed=True)
 
     def __init__(
         self,

@@ -133,7 +133,7 @@ def forget_incomplete(engine: object) -> None:
 
 
 def check_steps(engine: Any, check: Callable[[Any, torch.optim.Optimizer], None]) -> None:
-    """Call `check` with an engine, already noted, and the optimizer before each optimizer step."""
+    """Call `check` with a noted engine and each optimizer that steps on its parameters, before."""
     _NOTED[id(engine)] = _NOTED[id(engine)]._replace(check_step=check)
 
 
@@ -233,8 +233,10 @@ def _check_step(optimizer: torch.optim.Optimizer, _args: object, _kwargs: object
                 "that updates each element"
             )
             raise ConfigError(msg)
-    for engine, noted in _noted():
-        if noted.check_step is not None:
+    checked = [(e, noted) for e, noted in _noted() if noted.check_step is not None]
+    ids = set(map(id, _params_of(optimizer))) if checked else set()
+    for engine, noted in checked:
+        if noted.check_step and not ids.isdisjoint(map(id, noted.params(engine))):
             noted.check_step(engine, optimizer)
 
 

@@ -254,13 +254,7 @@ class HybridParallel:
         Returns:
             Mean loss over all replicas, on all ranks.
         """
-        if loss_weight is not None and not self._averages:
-            msg = (
-                "loss_weight= cannot be used in an elastic training, where micro-batches are "
-                "weighed by their rows: leave it out, and use rows with equally many targets that "
-                "count"
-            )
-            raise ConfigError(msg)
+        self._check_weight(loss_weight)
         inputs, targets = self._cut(batch, target)
         if self._sharded is not None:
             self._sharded.sharding.begin_step()
@@ -279,6 +273,7 @@ class HybridParallel:
         self, batch: Any, target: Any, *, loss: Loss, loss_weight: LossWeight | None = None
     ) -> torch.Tensor:
         """Return the mean loss of a batch, on all ranks, without gradients; see `step`."""
+        self._check_weight(loss_weight)
         if self._sharded is not None:
             self._sharded.sharding.begin_step()
         parts = self._cut(batch, target)
@@ -426,6 +421,15 @@ class HybridParallel:
             self._sharded.sharding.close()
         for group in self._groups_by_peers.values():
             group.close()
+
+    def _check_weight(self, loss_weight: LossWeight | None) -> None:
+        if loss_weight is not None and not self._averages:
+            msg = (
+                "loss_weight= cannot be used in an elastic training, where micro-batches are "
+                "weighed by their rows: leave it out, and use rows with equally many targets that "
+                "count"
+            )
+            raise ConfigError(msg)
 
     def _adds_in_pipeline(self, shard: int | None = None) -> bool:
         """Return whether the pipeline adds gradients and losses over replicas."""

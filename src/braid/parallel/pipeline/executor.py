@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import torch
 
-from braid.errors import CommError, StaleError, raise_all
+from braid.errors import CommError, InternalError, StaleError, raise_all
 from braid.parallel.pipeline.messages import Carrier
 from braid.parallel.pipeline.stage import Edge, Stage, StageError
 from braid.programs.schedule import Action, Program
@@ -250,6 +250,9 @@ class Executor:
             case "STEP":
                 assert self._on_step is not None, "checked in the constructor"
                 self._on_step(action)
+            case _:
+                msg = f"the executor has no action {action.kind}"
+                raise InternalError(msg)
 
     def _forward(self, action: Action) -> None:
         stage, i = self._stages[action.unit], action.index

@@ -41,10 +41,10 @@ SUM = (
     "gradient is not the gradient of the sum over the batch: return a mean"
 )
 TERMS = (
-    "the loss is a mean over {:g} of {} targets of one micro-batch and over {:g} of {} of another "
+    "the loss is a mean over targets that weigh {:g} a row in one micro-batch and {:g} in another "
     "one, but micro-batches are weighed by their rows, so the gradient is not the gradient of the "
-    "mean over the batch: pass loss_weight=, a function of the targets that returns the number of "
-    "targets that count, such as lambda target: (target != -100).sum()"
+    "mean over the batch: pass loss_weight=, a function of the targets that returns their weight, "
+    "such as lambda target: (target != -100).sum() for targets with padding"
 )
 
 ZERO = torch.zeros(())
@@ -60,12 +60,13 @@ class LossWarnings:
 
     def __init__(self, params: Callable[[], Iterable[nn.Parameter]] | None) -> None:
         self._params = params
-        self._is_first_step = True
-        self._before: tuple[float, int, int] | None = None  # terms, targets and rows
+        self.is_first_step = True
+        self._has_warned = False  # of terms
+        self._before = -1.0  # weight of a row's targets in the last mean
 
     def end_step(self) -> None:
-        """Look at no more means and sums: the first step has shown them."""
-        self._is_first_step = False
+        """Check sums and means no more: the first step has shown them."""
+        self.is_first_step = False
 
     def look_at_params(self, loss: torch.Tensor, output: Any) -> None:
         """Warn if a loss uses all weights of this rank, so that it lacks those of other ranks."""
@@ -87,24 +88,26 @@ class LossWarnings:
             self._params = None
             warnings.warn(PENALTY.format(len(weights)), UserWarning, stacklevel=2)
 
-    def look_at_terms(self, loss: torch.Tensor, target: Any, rows: int) -> None:
-        """Warn in the first step if a loss that is weighed by its rows is a sum, or another mean.
+    def look_at_terms(self, loss: torch.Tensor, rows: int, replicas: Replicas | None) -> None:
+        """Warn if a loss that is weighed by its rows is a sum, or another mean.
 
         Args:
             loss: Loss of a micro-batch.
-            target: Targets of the micro-batch.
             rows: Number of its rows.
+            replicas: Replicas, whose losses are compared, too, by a collective; None for no
+                comparison.
         """
-        if not self._is_first_step:
-            return
-        text, terms = SUM if is_sum(loss) else "", num_terms(loss)
-        if terms is not None:
-            count = max((x.numel() for x in tensors_in(target)), default=0)
-            before, self._before = self._before, (terms, count, rows)
-            if before is not None and before[0] * rows != terms * before[2]:
-                text = TERMS.format(*before[:2], terms, count)
-        if text:
-            self._is_first_step = False
+        terms = num_terms(loss)
+        per_row = -1.0 if terms is None else terms / rows
+        known = [] if replicas is None else replicas.weights(per_row)
+        known = [weight for weight in (self._before, per_row, *known) if weight >= 0]
+        self._before = per_row
+        text = SUM if is_sum(loss) else ""
+        # torch counts in the dtype of the loss
+        if known and max(known) - min(known) > 4 * torch.finfo(loss.dtype).eps * max(known):
+            text = TERMS.format(max(known), min(known))
+        if text and not self._has_warned:
+            self._has_warned = True
             warnings.warn(text, UserWarning, stacklevel=2)
 
 
@@ -119,7 +122,7 @@ class MicroLosses:
         sizes: Rows of each micro-batch.
         replicas: Ranks with other samples.
         rows: Rows of all replicas.
-        advice: Warnings to give; None for none.
+        advice: Looks at losses of a step; None for an evaluation.
     """
 
     def __init__(
@@ -143,12 +146,15 @@ class MicroLosses:
         self._is_split = len(sizes) > 1 or len(rows) > 1
         self._advice = advice
         self._targets: list[Any] = []
+        self._has_compared = False  # with replicas
 
     def __call__(self, output: Any, i: int) -> torch.Tensor:
         """Return the loss of a micro-batch, multiplied by its share of all weights."""
         if not self._targets:  # here, so that invalid targets are an error on all ranks
             self._begin()
-        if not self._weights[i]:  # a mean over nothing would not be a number
+        if not self._weights[i]:
+            # A mean over nothing would not be a number. Zeros of any output have a graph, because
+            # other ranks take part in its backward.
             parts = [x for x in tensors_in(output) if x.requires_grad]
             return sum((x.where(x.new_zeros((), dtype=torch.bool), 0).sum() for x in parts), ZERO)
         loss = self._loss(output, self._targets[i])
@@ -156,8 +162,10 @@ class MicroLosses:
         if self._advice is not None:
             if not i:
                 self._advice.look_at_params(loss, output)
-            if self._loss_weight is None and self._is_split:
-                self._advice.look_at_terms(loss, self._targets[i], self._sizes[i])
+            if self._loss_weight is None and self._is_split and self._advice.is_first_step:
+                replicas = None if self._has_compared else self._replicas
+                self._has_compared = True
+                self._advice.look_at_terms(loss, self._sizes[i], replicas)
         return value * (self._weights[i] / self._total)
 
     def _begin(self) -> None:

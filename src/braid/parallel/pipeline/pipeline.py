@@ -402,8 +402,8 @@ class Pipeline(nn.Module):
                 "pass the same batch on all ranks"
             )
             raise ConfigError(msg)
-        all_rows = self._replicas.weights(rows)
-        # replicas that gather weights for each micro-batch need as many of them
+        all_rows = [float(rows)] if loss is None else self._replicas.weights(rows)
+        # replicas that gather parameters for each micro-batch need as many of them
         fewest = round(min(all_rows)) if self._replicas.averages else rows
         sizes = sizes_of(rows, min(fewest, self._num_microbatches))
         first = round(sum(all_rows[: self._replicas.number]))
@@ -414,7 +414,10 @@ class Pipeline(nn.Module):
         losses = None
         if loss is not None:
             losses = MicroLosses(
-                *(loss, loss_weight, target, sizes),
+                loss,
+                loss_weight,
+                target,
+                sizes,
                 replicas=self._replicas,
                 rows=all_rows,
                 advice=self._advice if trains else None,

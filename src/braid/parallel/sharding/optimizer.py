@@ -167,7 +167,7 @@ def has_pieces(optimizer: torch.optim.Optimizer) -> bool:
 
 def _check_step(engine: Sharding, optimizer: torch.optim.Optimizer) -> None:
     """Raise if an unattached optimizer cannot use the pieces of its parameters."""
-    if isinstance(optimizer, _Attached) or engine not in engines_of(optimizer):
+    if isinstance(optimizer, _Attached):
         return
     _check_known(optimizer)
     name = type(optimizer).__name__

@@ -28,7 +28,7 @@ from braid.compat.megatron.pipeline_parallel.p2p_communication import (
     P2PCommunicator,
 )
 from braid.compat.megatron.pipeline_parallel.steps import LossScaling, backward_step, forward_step
-from braid.errors import CommError
+from braid.errors import CommError, InternalError
 from braid.programs.schedule import Action, Program
 
 __all__ = ["ScheduleCall", "ScheduleRun"]
@@ -140,6 +140,9 @@ class ScheduleRun:
             case "send_b":
                 gradient = self._gradients.pop((action.unit - 1, action.index))
                 communicator.start_send(gradient, BACKWARD)
+            case _:
+                msg = f"Megatron's schedules have no action {action.kind}"
+                raise InternalError(msg)
 
     def _forward(self, action: Action, key: Key) -> None:
         chunk, call = action.unit // self._size, self._call
