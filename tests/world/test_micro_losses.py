@@ -1,4 +1,4 @@
-"""The loss of a batch that micro-batches and replicas share: weights, random numbers, and what is no mean."""
+"""The loss of a batch that micro-batches and replicas share: weights, random numbers, and warnings."""
 
 from __future__ import annotations
 

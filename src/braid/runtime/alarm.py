@@ -66,7 +66,7 @@ class Alarm:
             self._set(self._pause_ns)
 
     def ring(self) -> None:
-        """Wake the thread now, or end its next `wait` at once."""
+        """Wake the thread now, or end its next `wait` immediately."""
         if not self._is_rung:
             self._is_rung = True
             self._set(_NOW_NS)

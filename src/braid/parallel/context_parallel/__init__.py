@@ -12,6 +12,7 @@ from braid.parallel.context_parallel.sequence import (
     pad_sequence,
     padded_length,
     position_ids,
+    split_batch,
     split_sequence,
 )
 
@@ -29,5 +30,6 @@ __all__ = [
     "ring_attention",
     "ring_costs",
     "shifted_labels",
+    "split_batch",
     "split_sequence",
 ]

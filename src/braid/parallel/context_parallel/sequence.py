@@ -17,12 +17,14 @@ Megatron-LM's and torch's context parallelism.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.nn import functional
 
 from braid.comm import Group
 from braid.comm.autograd import all_gather
+from braid.comm.autograd.nested import map_tensors, tensors_in
 from braid.errors import ConfigError
 
 __all__ = [
@@ -32,6 +34,7 @@ __all__ = [
     "pad_sequence",
     "padded_length",
     "position_ids",
+    "split_batch",
     "split_sequence",
 ]
 
@@ -139,6 +142,28 @@ def position_ids(
         Result: (length / size,).
     """
     return split_sequence(size, rank, torch.arange(length, device=device), 0, balanced=balanced)
+
+
+def split_batch(group: Group, batch: Any, target: Any) -> tuple[Any, Any]:
+    """Return this rank's positions of inputs, with their position ids, and of targets.
+
+    A group of one rank gets inputs and targets as they are, without position ids.
+
+    Args:
+        group: Ranks that share each sequence.
+        batch: Any containers of tensors of shape (rows, length, ...).
+        target: Targets, of the same form.
+    """
+    if group.size == 1:
+        return batch, target
+    first = next(iter(tensors_in(batch)))
+    rows, length = first.shape[:2]
+    positions = position_ids(group.size, group.rank, length, device=first.device)
+    inputs, targets = (
+        map_tensors(value, lambda x: split_sequence(group.size, group.rank, x, 1))
+        for value in (batch, target)
+    )
+    return (inputs, positions.expand(rows, -1)), targets
 
 
 def padded_length(size: int, length: int, *, balanced: bool = True) -> int:

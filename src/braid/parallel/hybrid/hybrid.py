@@ -36,13 +36,11 @@ from braid.checkpoint.agreed_buffers import agreed_buffers
 from braid.checkpoint.snapshot import OWN, JoinedSnapshot, param_of
 from braid.checkpoint.training_state import kept_buffers, merged_numbers
 from braid.comm import Group
-from braid.comm.autograd.nested import map_tensors, tensors_in
 from braid.errors import ConfigError, raise_all
 from braid.parallel.context_parallel import (
     ContextParallel,
     context_parallel,
-    position_ids,
-    split_sequence,
+    split_batch,
 )
 from braid.parallel.expert_parallel import (
     average_gradients,
@@ -71,7 +69,6 @@ AXES = {
     "ep": "sharded experts",
     "tp": "sharded layers",
 }
-SEQUENCE_DIM = 1
 
 
 class HybridParallel:
@@ -249,13 +246,13 @@ class HybridParallel:
             target: Targets of the loss.
             loss: Function (output, target) that returns the mean loss of a micro-batch.
             loss_weight: Function of a micro-batch's targets that returns the number of terms of
-                its mean; None for its rows. Replicas weigh their terms, too.
+                its mean; None for its rows. Replicas are weighed by their terms.
 
         Returns:
             Mean loss over all replicas, on all ranks.
         """
         self._check_weight(loss_weight)
-        inputs, targets = self._cut(batch, target)
+        inputs, targets = split_batch(self._sequence, batch, target)
         if self._sharded is not None:
             self._sharded.sharding.begin_step()
             with self._sharded.sharding.no_sync():
@@ -276,7 +273,7 @@ class HybridParallel:
         self._check_weight(loss_weight)
         if self._sharded is not None:
             self._sharded.sharding.begin_step()
-        parts = self._cut(batch, target)
+        parts = split_batch(self._sequence, batch, target)
         mean_loss = self.pipeline.evaluate(*parts, loss=loss, loss_weight=loss_weight)
         return (
             mean_loss
@@ -474,20 +471,6 @@ class HybridParallel:
     def _named(self) -> dict[str, torch.Tensor]:
         """Return parameters and persistent buffers of the model by name."""
         return {**dict(self.model.named_parameters()), **kept_buffers(self.model)}
-
-    def _cut(self, batch: Any, target: Any) -> tuple[Any, Any]:
-        """Return this rank's positions of inputs and targets."""
-        size, rank = self._sequence.size, self._sequence.rank
-        if size == 1:
-            return batch, target
-        first = next(iter(tensors_in(batch)))
-        rows, length = first.shape[0], first.shape[SEQUENCE_DIM]
-        positions = position_ids(size, rank, length, device=first.device).expand(rows, -1)
-        parts = [
-            map_tensors(value, lambda x: split_sequence(size, rank, x, SEQUENCE_DIM))
-            for value in (batch, target)
-        ]
-        return (parts[0], positions), parts[1]
 
 
 def _check(

@@ -65,11 +65,11 @@ class LossWarnings:
         self._before = -1.0  # weight of a row's targets in the last mean
 
     def end_step(self) -> None:
-        """Check sums and means no more: the first step has shown them."""
+        """Stop checking sums and means after the first step."""
         self.is_first_step = False
 
     def look_at_params(self, loss: torch.Tensor, output: Any) -> None:
-        """Warn if a loss uses all weights of this rank, so that it lacks those of other ranks."""
+        """Warn if a loss uses all weights of this rank, and no weight of other ranks."""
         if self._params is None:
             return
         weights = {param for param in self._params() if param.requires_grad and param.dim() > 1}
@@ -94,7 +94,7 @@ class LossWarnings:
         Args:
             loss: Loss of a micro-batch.
             rows: Number of its rows.
-            replicas: Replicas, whose losses are compared, too, by a collective; None for no
+            replicas: Replicas with which this loss is compared by a collective; None for no
                 comparison.
         """
         terms = num_terms(loss)
@@ -122,7 +122,7 @@ class MicroLosses:
         sizes: Rows of each micro-batch.
         replicas: Ranks with other samples.
         rows: Rows of all replicas.
-        advice: Looks at losses of a step; None for an evaluation.
+        advice: Object that looks at the losses of a step; None in an evaluation.
     """
 
     def __init__(

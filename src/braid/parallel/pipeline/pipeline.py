@@ -403,7 +403,7 @@ class Pipeline(nn.Module):
             )
             raise ConfigError(msg)
         all_rows = [float(rows)] if loss is None else self._replicas.weights(rows)
-        # replicas that gather parameters for each micro-batch need as many of them
+        # replicas that gather parameters in each micro-batch need equal numbers of micro-batches
         fewest = round(min(all_rows)) if self._replicas.averages else rows
         sizes = sizes_of(rows, min(fewest, self._num_microbatches))
         first = round(sum(all_rows[: self._replicas.number]))

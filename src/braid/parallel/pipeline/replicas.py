@@ -78,7 +78,7 @@ class Replicas:
         return self._group.all_gather(torch.tensor([weight], dtype=torch.float64)).tolist()
 
     def total(self, weights: Sequence[float]) -> float:
-        """Return the weight that counts as one: the sum, or the mean if the caller averages."""
+        """Return the divisor of weights: their sum, or their mean if the caller averages."""
         return sum(weights) / (len(weights) if self.averages else 1)
 
     def begin(self) -> None:
