@@ -17,7 +17,6 @@ import torch
 
 from braid.rpc.autograd.accumulation import run_hooks
 from braid.rpc.current import current_agent
-from braid.rpc.protocol.autograd_state import Mode
 
 __all__ = ["backward", "context", "get_gradients", "run_hooks"]
 
@@ -46,7 +45,6 @@ def backward(
     retain_graph: bool = False,
     *,
     timeout_s: float | None = None,
-    mode: Mode = "smart",
 ) -> None:
     """Compute the gradients of all parameters on which the roots depend, on all nodes.
 
@@ -55,20 +53,16 @@ def backward(
         roots: Tensors of one element.
         retain_graph: Whether another backward of the same context may follow.
         timeout_s: Deadline in seconds; `RpcOptions(rpc_timeout=)` when None.
-        mode: `smart` first finds out which results of calls are used. `fast` assumes that all are
-            used: this saves one wave of messages, but fails if a result is not used.
 
-    Cost: two messages (mark and gradients) and their answers for each message that the roots depend
-    on; `fast` half of that.
+    Cost: one message with gradients for each message that the roots depend on, and at most as many
+    answers, which are counted in later gradients to the same node if there are any.
 
     Raises:
         ConfigError: The context is over, or a root has no graph or more than one element.
         CommError: A local backward raised, or a node is lost; raised on all nodes, with its name.
         CommTimeout: The backward did not end in time; the message lists what it waits for.
     """
-    current_agent().contexts.backward(
-        context_id, roots, retain_graph, timeout_s=timeout_s, mode=mode
-    )
+    current_agent().contexts.backward(context_id, roots, retain_graph, timeout_s=timeout_s)
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from braid.rpc.protocol.autograd_state import AutogradMessage, SparseSpec
+from braid.rpc.protocol.autograd_state import AutogradMessage, Span, SparseSpec
 from braid.rpc.protocol.reference_messages import (
     Confirmed,
     Deleted,
@@ -59,12 +59,14 @@ class AutogradEdge(msgspec.Struct, frozen=True):
         number: Number of the edge; negative if no tensor of the message has a gradient.
         tensors: Indices of the message's tensors that have a gradient.
         is_recording: Whether the sender has gradients enabled.
+        history: Numbers of all edges that the tensors depend on.
     """
 
     context: int
-    number: Id
+    number: int
     tensors: list[int] = []
     is_recording: bool = True
+    history: list[Span] = []
 
 
 class Call(msgspec.Struct, tag="rpc.call", frozen=True):

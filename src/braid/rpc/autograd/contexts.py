@@ -42,8 +42,6 @@ from braid.rpc.protocol.autograd_state import (
     FailBackward,
     Gradients,
     Instruction,
-    Mark,
-    Mode,
     Release,
     RunBackward,
     Ship,
@@ -55,8 +53,8 @@ from braid.rpc.workers import node_of
 __all__ = ["Contexts"]
 
 _CURRENT: ContextVar[int] = ContextVar("braid-rpc-autograd", default=-1)
-_NO_EDGE = Id(-1, -1)
-_ID_BITS = 48  # of a context's number; the higher bits are its origin, as in torch
+_NO_EDGE = -1
+_ID_BITS = 48  # of the number of a context or an edge; the higher bits are a node, as in torch
 _NUM_OVER = 1024
 _MESSAGES = get_args(AutogradMessage)
 
@@ -155,13 +153,16 @@ class Contexts:
         finally:
             _CURRENT.reset(token)
 
-    def release(self, number: int) -> None:
-        """Release the context `number` here, and on all nodes that this node knows to have it."""
+    def release(self, number: int, sender: int | None = None) -> None:
+        """Release the context `number` here, and on all nodes that this node knows to have it.
+
+        `sender` is the node that has released it before; None for no node.
+        """
         with self._lock:
             context = self._contexts.pop(number, None)
             self._over.append(number)
         if context is not None:
-            self._act(context, context.state.release())
+            self._act(context, context.state.release(sender))
 
     # -- recording
 
@@ -180,10 +181,10 @@ class Contexts:
             context.state.met(to)
             if not places:
                 return AutogradEdge(number, _NO_EDGE, [], is_recording)
-            edge = Id(self.peers.info.id, next(self._numbers))
-            context.state.sent(edge, to)
+            edge = (self.peers.info.id << _ID_BITS) + len(context.sends)
             context.sends[edge] = [tensors[place] for place in places]
-        return AutogradEdge(number, edge, places, is_recording)
+            history = context.state.sent(edge, to)
+        return AutogradEdge(number, edge, places, is_recording, history)
 
     def incoming(
         self, edge: AutogradEdge | None, tensors: list[torch.Tensor], sender: int
@@ -203,7 +204,7 @@ class Contexts:
             context.state.met(sender)
             if not edge.tensors:
                 return tensors
-            context.state.received(edge.number, sender)
+            context.state.received(edge.number, sender, edge.history)
             receive = context.receives[edge.number] = Receive(edge.number, len(edge.tensors))
         with torch.enable_grad():
             attached = receive.attach([tensors[place] for place in edge.tensors])
@@ -231,7 +232,6 @@ class Contexts:
         retain_graph: bool = False,
         *,
         timeout_s: float | None = None,
-        mode: Mode = "smart",
     ) -> None:
         """Run a backward of context `number`, as the node that begins it.
 
@@ -255,12 +255,12 @@ class Contexts:
                 msg = f"context {number} has failed: {context.state.failure_of(this)}"
                 raise CommError(msg)
             context.begin(roots)
-            context.retains, context.mode = retain_graph, mode
-            instructions = context.state.begin(this, mode)
+            context.retains = retain_graph
+            instructions = context.state.begin(this)
         self._act(context, instructions)
         seconds = self.options.rpc_timeout if timeout_s is None else timeout_s
         is_over = self.pool.wait(
-            lambda: context.finished is not None or bool(context.state.failure_of(this)),
+            lambda: context.is_finished or bool(context.state.failure_of(this)),
             seconds or None,
             lambda delivery: isinstance(delivery.message, _MESSAGES),
             is_quick=False,
@@ -275,44 +275,31 @@ class Contexts:
         if context.state.failure_of(this):
             context.restore()  # the thread that received the failure may not have restored it yet
             raise CommError(context.state.failure_of(this))
-        assert context.finished is not None
-        if context.finished.pending:
-            unused = sum(map(len, context.finished.pending.values()))
-            nodes = ", ".join(self.peers.directory.find(n).name for n in context.finished.pending)
-            msg = (
-                f"the backward of context {number} is incomplete: {unused} messages to {nodes} "
-                "gave results that the loss does not depend on. Pass mode='smart'"
-            )
-            raise CommError(msg)
 
     def on_message(
         self, sender: int, message: AutogradMessage, buffers: Sequence[memoryview]
     ) -> None:
         """Handle a message of the protocol; messages of a released context have no effect here."""
         if isinstance(message, Release):
-            self.release(message.context)
+            self.release(message.context, sender)
             return
         context = self._contexts.get(message.context)
         if context is None:
-            if isinstance(message, Mark | Gradients):
+            if isinstance(message, Gradients):
                 reason = f"{self.peers.info.name} has released context {message.context}"
                 self.peers.transmit(sender, BackwardFailed(message.context, reason))
             return
         with context.lock:
             match message:
-                case Mark():
-                    instructions = context.state.on_mark(sender, message)
                 case Gradients():
-                    instructions = context.state.on_gradients(
-                        sender, message.backward, message.edge, message.mode, message.failed
-                    )
+                    instructions = context.state.on_gradients(sender, message)
                     if context.state.is_current(message.backward):
                         body = Body(message.packed, message.specs, message.sparse)
                         tensors = tensors_of(body, buffers)
                         context.arrived[message.edge] = self.codec.unpack(
                             body.packed, tensors, node_of(sender)
                         )
-                        context.retains, context.mode = message.retains, message.mode
+                        context.retains = message.retains
                 case Acknowledge():
                     instructions = context.state.on_acknowledge(message)
                 case BackwardFailed():
@@ -340,13 +327,13 @@ class Contexts:
                 case Ship():
                     self._ship(context, instruction)
                 case BackwardFinished():
-                    context.finished = instruction
+                    context.is_finished = True
                     self.pool.notify()
                 case FailBackward():
                     context.restore()
                     self.pool.notify()
 
-    def _run(self, context: Context, source: Id | None, backward: Id) -> None:
+    def _run(self, context: Context, source: int | None, backward: Id) -> None:
         """Run the local backward of a source."""
         try:
             with context.local(backward, self.options.rpc_timeout or None):
@@ -361,7 +348,7 @@ class Contexts:
                 instructions = context.state.finished(source, backward)
         self._act(context, instructions)
 
-    def _local(self, context: Context, source: Id | None, backward: Id) -> None:
+    def _local(self, context: Context, source: int | None, backward: Id) -> None:
         with context.lock:
             if not context.state.is_current(backward):
                 return
@@ -424,11 +411,12 @@ class Contexts:
             context.number,
             ship.backward,
             ship.edge,
-            context.mode,
+            ship.plan,
             context.retains,
             body.packed,
             body.specs,
             body.sparse,
+            ship.answers,
             context.state.failed,
         )
         self.peers.transmit(ship.to, message, buffers)

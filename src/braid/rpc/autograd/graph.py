@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from braid.rpc.protocol.reference_messages import Id
 from braid.runtime.torch_internals import backward_class
 
 __all__ = ["Reached", "Receive", "RecvRpc", "SendFunction", "add_grads", "reached_from"]
@@ -31,7 +30,7 @@ class Receive:
         grads: Gradient of each tensor; None before the first one.
     """
 
-    def __init__(self, edge: Id, count: int) -> None:
+    def __init__(self, edge: int, count: int) -> None:
         self.edge = edge
         self.anchor = torch.zeros((), requires_grad=True)
         self.grads: list[torch.Tensor | None] = [None] * count
@@ -112,7 +111,7 @@ def reached_from(tensors: Sequence[torch.Tensor]) -> Reached:
     leaves = {
         id(tensor): tensor for tensor in tensors if tensor.grad_fn is None and tensor.requires_grad
     }
-    receives: dict[Id, Receive] = {}
+    receives: dict[int, Receive] = {}
     stack: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     seen = set(stack)
     while stack:

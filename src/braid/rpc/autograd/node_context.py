@@ -13,7 +13,7 @@ from braid.errors import CommTimeout
 from braid.rpc.autograd.accumulation import HookGroup
 from braid.rpc.autograd.graph import Reached, Receive, SendFunction, reached_from
 from braid.rpc.outcomes import RpcError
-from braid.rpc.protocol.autograd_state import BackwardFinished, ContextState, Mode
+from braid.rpc.protocol.autograd_state import ContextState
 from braid.rpc.protocol.reference_messages import Id
 
 __all__ = ["Context"]
@@ -37,23 +37,22 @@ class Context:
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
         self.lock = threading.RLock()
         self.state = ContextState(process, number, self._reach)
-        self.sends: dict[Id, list[torch.Tensor]] = {}
-        self.receives: dict[Id, Receive] = {}
-        self.functions: dict[Id, Any] = {}  # of the receives, in torch's graph
+        self.sends: dict[int, list[torch.Tensor]] = {}
+        self.receives: dict[int, Receive] = {}
+        self.functions: dict[int, Any] = {}  # of the receives, in torch's graph
         self.roots: list[torch.Tensor] = []
-        self.arrived: dict[Id, list[torch.Tensor | None]] = {}  # gradients that are to be used
+        self.arrived: dict[int, list[torch.Tensor | None]] = {}  # gradients that are to be used
         self.retains = False
-        self.mode: Mode = "smart"
-        self.finished: BackwardFinished | None = None
+        self.is_finished = False  # the backward that this node has begun last
         self._local_ended = threading.Condition(self.lock)
         self._local: Id | None = None  # backward to which the local backwards belong
         self._num_local = 0
         self._before: dict[torch.Tensor, torch.Tensor] = {}  # gradients before that backward
         self._groups: set[HookGroup] = set()  # that it has reached
         self.hooked: dict[torch.Tensor, torch.Tensor | None] = {}  # `.grad` between its parts
-        self._reached: dict[Id | None, Reached] = {}
+        self._reached: dict[int | None, Reached] = {}
 
-    def reached(self, source: Id | None) -> Reached:
+    def reached(self, source: int | None) -> Reached:
         """Return the leaves and receives on which a sent message, or the roots (None), depend."""
         if source not in self._reached:
             tensors = self.roots if source is None else self.sends.get(source, [])
@@ -62,7 +61,7 @@ class Context:
 
     def begin(self, roots: Sequence[torch.Tensor]) -> None:
         """Set the roots of the next backward."""
-        self.roots, self.finished = list(roots), None
+        self.roots, self.is_finished = list(roots), False
         self._reached.pop(None, None)
 
     @contextlib.contextmanager
@@ -124,9 +123,9 @@ class Context:
                 self.gradients.clear()
                 self.gradients.update(self._before)
 
-    def _reach(self, source: Id | None) -> Iterable[Id]:
+    def _reach(self, source: int | None) -> Iterable[int]:
         receives = self.reached(source).receives
-        return [receive.edge for receive in receives if receive.edge in self.receives]
+        return [one.edge for one in receives if self.receives.get(one.edge) is one]
 
     # -- introspection
 
@@ -134,10 +133,10 @@ class Context:
         return self.number
 
     def _send_functions(self) -> dict[int, SendFunction]:
-        return {edge.number: SendFunction(tensors) for edge, tensors in self.sends.items()}
+        return {edge: SendFunction(tensors) for edge, tensors in self.sends.items()}
 
     def _recv_functions(self) -> dict[int, Any]:
-        return {edge.number: function for edge, function in self.functions.items()}
+        return dict(self.functions)
 
     def _known_worker_ids(self) -> set[int]:
         return set(self.state.known)

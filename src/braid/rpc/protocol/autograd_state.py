@@ -2,20 +2,25 @@
 
 Problem: a graph lies in several processes. An edge leaves one in a message (a send) and enters the
 next (a receive). Backward goes the other way: a receive may ship its gradient once all functions
-that depend on it have run, which one process cannot determine alone. Expecting a gradient for every
-send (FAST) never ends if a result was not used.
+that depend on it have run. Some sends never get a gradient, since their results are not used, and
+no process can see that alone. Expecting a gradient for every send (torch's FAST) then never ends,
+and asking along the graph before the backward (SMART) doubles the messages.
 
-Idea: a wave of marks (SMART). It begins at the roots, goes from each reached receive to the send at
-its other end, and on to the receives which that send reaches. Each message is answered when all its
-consequences are over, so the origin knows when the wave has ended: then each process knows which
-sends get gradients. The backward is a second wave of the same kind, whose messages are gradients.
+Idea: each message of the forward carries its history, the numbers of all edges that it depends on.
+So the process that begins a backward knows all edges that its roots depend on, the plan. The plan
+goes with the gradients: each process waits for the sends that are in it, and for no others.
 
-    recording ── begin ──> marking ── all acknowledged ──> running ── all acknowledged ──> over
-                     FAST: no wave of marks ──────────────────┘             an error ──> failed
+    recording ── begin ──> running ── all answered ──> over
+                               └───── an error ──────> failed
+
+Each message is answered when all its consequences are over, so the origin knows the end. A process
+answers after its local backward, and counts the answer in the gradients that it sends to the same
+process, if there are any. It answers the message that made it busy when it is idle again.
+
+Edges of a process in a context have successive numbers, so histories are short lists of spans.
 
 An error fails one backward, and another may follow; the loss of a process fails every backward of
-its contexts. A process answers immediately, except the message that made it busy, which it answers
-when it is idle again.
+its contexts.
 
 Sources: E. Dijkstra, C. Scholten, "Termination detection for diffusing computations", 1980; PyTorch
 team, "Distributed Autograd Design", for FAST and SMART.
@@ -23,9 +28,11 @@ team, "Distributed Autograd Design", for FAST and SMART.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
@@ -42,16 +49,14 @@ __all__ = [
     "FailBackward",
     "Gradients",
     "Instruction",
-    "Mark",
-    "Mode",
-    "PendingEdges",
     "Release",
     "RunBackward",
     "Ship",
+    "Span",
     "SparseSpec",
 ]
 
-Mode: TypeAlias = Literal["smart", "fast"]
+Span: TypeAlias = tuple[int, int]  # first and last number of successive edges
 
 
 class SparseSpec(NamedTuple):
@@ -70,34 +75,6 @@ class SparseSpec(NamedTuple):
     requires_grad: bool
 
 
-class PendingEdges(NamedTuple):
-    """Report of a process about its edges (messages with tensors) that wait for gradients.
-
-    `steps` counts the events before the report: of two reports, the one with more is valid.
-    """
-
-    steps: int
-    edges: tuple[Id, ...]
-
-
-class Mark(msgspec.Struct, tag="rpc.mark", frozen=True):
-    """A receiver of tensors reports to their sender that the roots of a backward depend on them.
-
-    The sender then expects gradients for the edge, and marks the edges that it depends on itself.
-
-    Attributes:
-        context: Number of the context.
-        backward: Number of the backward.
-        edge: Number of the edge (the message) that carried the tensors.
-        failed: Earlier backwards of the context that have failed.
-    """
-
-    context: int
-    backward: Id
-    edge: Id
-    failed: list[Id] = []
-
-
 class Gradients(msgspec.Struct, tag="rpc.gradients", frozen=True):
     """A receiver of tensors sends their gradients to the process that sent the tensors.
 
@@ -105,37 +82,39 @@ class Gradients(msgspec.Struct, tag="rpc.gradients", frozen=True):
         context: Number of the context.
         backward: Number of the backward.
         edge: Number of the edge (the message) that carried the tensors.
-        mode: Mode of the backward; "smart" if marks came before.
+        plan: Numbers of all edges that the roots depend on.
         retains: Whether graphs are kept.
         packed: A gradient or None for each tensor, packed by `codec`.
         specs: Specs of the tensors, sent as buffers of the message.
         sparse: Specs of sparse tensors, each made of two of the tensors.
+        answers: Number of messages of the receiver that this one answers, as `Acknowledge` does.
         failed: Earlier backwards of the context that have failed.
     """
 
     context: int
     backward: Id
-    edge: Id
-    mode: Mode
+    edge: int
+    plan: list[Span]
     retains: bool
     packed: bytes
     specs: list[TensorSpec]
     sparse: list[SparseSpec] = []
+    answers: int = 0
     failed: list[Id] = []
 
 
 class Acknowledge(msgspec.Struct, tag="rpc.acknowledge", frozen=True):
-    """Answer to a `Mark` or `Gradients`: it is handled, and so are all messages that it caused.
+    """Answer to `Gradients`: they are handled, and so are all messages that they caused.
 
     Attributes:
         context: Number of the context.
         backward: Number of the backward.
-        pending: Edges (messages with tensors) that still wait for gradients, by process.
+        answers: Number of messages that this one answers.
     """
 
     context: int
     backward: Id
-    pending: dict[int, PendingEdges] = {}
+    answers: int = 1
 
 
 class BackwardFailed(msgspec.Struct, tag="rpc.backward-failed", frozen=True):
@@ -158,7 +137,7 @@ class Release(msgspec.Struct, tag="rpc.release", frozen=True):
     context: int
 
 
-AutogradMessage: TypeAlias = Mark | Gradients | Acknowledge | BackwardFailed | Release
+AutogradMessage: TypeAlias = Gradients | Acknowledge | BackwardFailed | Release
 
 
 class RunBackward(NamedTuple):
@@ -167,26 +146,25 @@ class RunBackward(NamedTuple):
     An `edge` of None means the roots of the backward.
     """
 
-    edge: Id | None
+    edge: int | None
     backward: Id
 
 
 class Ship(NamedTuple):
-    """Instruction: send the gradients of received tensors to the process that sent the tensors."""
+    """Instruction: send the gradients of received tensors to the process that sent the tensors.
 
-    edge: Id
+    The fields are explained at `Gradients`.
+    """
+
+    edge: int
     to: int
     backward: Id
+    plan: list[Span]
+    answers: int
 
 
 class BackwardFinished(NamedTuple):
-    """Instruction for the process that began a backward: it is over on all processes.
-
-    If `pending` is not empty, the backward is incomplete: these edges (messages with tensors) still
-    wait for gradients.
-    """
-
-    pending: dict[int, tuple[Id, ...]]
+    """Instruction for the process that began a backward: it is over on all processes."""
 
 
 class FailBackward(NamedTuple):
@@ -204,27 +182,24 @@ class _Backward:
 
     Attributes:
         number: Number of the backward.
-        mode: "smart" if marks determine which sends get gradients, "fast" if all sends do.
+        plan: Numbers of all edges that the roots depend on.
         open_sources: Roots (None) and sends with a local backward still to run.
-        waits: Sources for which each reached receive waits.
-        engaged_by: Process that waits for the answer to its message; -1 if there is none.
+        waits: Sources for which each receive waits.
+        engaged_by: Process that waits for the answer to the message that made this one busy; -1 if
+            there is none.
+        answers: Number of further messages to answer, by their sender.
         unanswered: Messages of this process that are not answered.
         running: Local backwards that run now.
-        is_marking: Whether this process is the origin, and its wave of marks is under way.
-        steps: Number of events, so that records of pending edges have an order.
-        pending: Latest records of other processes.
     """
 
     number: Id
-    mode: Mode
-    open_sources: set[Id | None] = field(default_factory=set)
-    waits: dict[Id, set[Id | None]] = field(default_factory=dict)
+    plan: list[Span]
+    open_sources: set[int | None] = field(default_factory=set)
+    waits: dict[int, set[int | None]] = field(default_factory=dict)
     engaged_by: int = -1
+    answers: Counter[int] = field(default_factory=Counter)
     unanswered: int = 0
     running: int = 0
-    is_marking: bool = False
-    steps: int = 0
-    pending: dict[int, PendingEdges] = field(default_factory=dict)
 
 
 class ContextState:
@@ -238,27 +213,34 @@ class ContextState:
     """
 
     def __init__(
-        self, process: int, context: int, reaches: Callable[[Id | None], Iterable[Id]]
+        self, process: int, context: int, reaches: Callable[[int | None], Iterable[int]]
     ) -> None:
         self.process = process
         self.context = context
         self._reaches = reaches
-        self.sends: dict[Id, int] = {}
-        self.receives: dict[Id, int] = {}
+        self.sends: dict[int, int] = {}
+        self.receives: dict[int, int] = {}
+        self._histories: dict[int, Sequence[Span]] = {}  # of the receives
         self.known: set[int] = set()
         self.failures: dict[Id | None, str] = {}  # by backward; None for all of them
         self._backward: _Backward | None = None
 
     # -- recording
 
-    def sent(self, edge: Id, to: int) -> None:
-        """Record an edge: a message with tensors that this process has sent to process `to`."""
+    def sent(self, edge: int, to: int) -> list[Span]:
+        """Record an edge: a message with tensors that this process has sent to process `to`.
+
+        Returns:
+            The edge's history: all edges that it depends on.
+        """
         self.sends[edge] = to
         self.known.add(to)
+        return self._history(edge)
 
-    def received(self, edge: Id, sender: int) -> None:
+    def received(self, edge: int, sender: int, history: Sequence[Span] = ()) -> None:
         """Record an edge: a message with tensors that `sender` has sent to this process."""
         self.receives[edge] = sender
+        self._histories[edge] = history
         self.known.add(sender)
 
     def met(self, process: int) -> None:
@@ -286,55 +268,44 @@ class ContextState:
         """Return the reason why a backward has failed; empty if it has not."""
         return self.failures.get(None) or self.failures.get(backward, "")
 
-    def is_last(self, source: Id | None) -> bool:
+    def is_last(self, source: int | None) -> bool:
         """Return whether no local backward but the one from `source` is left to run.
 
         Its caller can then free the graphs.
         """
         return self._backward is not None and self._backward.open_sources <= {source}
 
-    def begin(self, number: Id, mode: Mode) -> list[Instruction]:
+    def begin(self, number: Id) -> list[Instruction]:
         """Begin a backward in the process that calls `backward`; its roots are set before."""
-        record = self._join(number, mode)
-        record.open_sources.add(None)
-        record.is_marking = mode == "smart"
-        instructions = self._reach(record, None)
-        return [*instructions, *self._advance(record)]
+        record = self._join(number, self._history(None))
+        self._open(record, None)
+        record.running += 1
+        return [RunBackward(None, number)]
 
-    def on_mark(self, sender: int, message: Mark) -> list[Instruction]:
-        """Handle a `Mark`: gradients will come for a message that this process has sent."""
-        if self._is_over(message.backward):
-            return [self._fail_message(sender, message.backward)]
-        instructions = self._learn(message.failed)
-        record = self._join(message.backward, "smart")
-        instructions += self._engage(record, sender)
-        if message.edge not in record.open_sources:
-            record.open_sources.add(message.edge)
-            instructions += self._reach(record, message.edge)
-        return [*instructions, *self._advance(record)]
-
-    def on_gradients(
-        self, sender: int, backward: Id, edge: Id, mode: Mode, failed: Iterable[Id] = ()
-    ) -> list[Instruction]:
+    def on_gradients(self, sender: int, message: Gradients) -> list[Instruction]:
         """Handle `Gradients`: run the local backward of the send to which they belong."""
+        backward = message.backward
         if self._is_over(backward):
             return [self._fail_message(sender, backward)]
-        instructions = self._learn(failed)
-        record = self._join(backward, mode)
-        instructions += self._engage(record, sender)
-        if edge not in record.open_sources:
-            reason = f"gradients came twice for edge {tuple(edge)}"
+        instructions = self._learn(message.failed)
+        record = self._join(backward, message.plan)
+        record.unanswered -= message.answers
+        if record.engaged_by < 0 and backward.process != self.process:
+            record.engaged_by = sender
+        else:
+            record.answers[sender] += 1
+        if message.edge not in record.open_sources:
+            reason = f"gradients came twice for edge {message.edge}"
             return [*instructions, *self.fail(reason, backward)]
         record.running += 1
-        return [*instructions, RunBackward(edge, backward)]
+        return [*instructions, RunBackward(message.edge, backward)]
 
-    def finished(self, source: Id | None, backward: Id) -> list[Instruction]:
+    def finished(self, source: int | None, backward: Id) -> list[Instruction]:
         """Continue after the local backward of a source (a send, or None for the roots) has run."""
         record = self._backward
         if record is None or not self.is_current(backward):
             return []
         record.running -= 1
-        record.steps += 1
         record.open_sources.discard(source)
         instructions: list[Instruction] = []
         for edge in [edge for edge, sources in record.waits.items() if source in sources]:
@@ -342,16 +313,17 @@ class ContextState:
             if not record.waits[edge]:
                 del record.waits[edge]
                 record.unanswered += 1
-                instructions.append(Ship(edge, self.receives[edge], backward))
+                to = self.receives[edge]
+                answers = record.answers.pop(to, 0)
+                instructions.append(Ship(edge, to, backward, record.plan, answers))
         return [*instructions, *self._advance(record)]
 
     def on_acknowledge(self, message: Acknowledge) -> list[Instruction]:
-        """Handle an `Acknowledge` of a message that this process has sent."""
+        """Handle an `Acknowledge` of messages that this process has sent."""
         record = self._backward
         if record is None or not self.is_current(message.backward):
             return []
-        record.unanswered -= 1
-        self._merge(record, message.pending)
+        record.unanswered -= message.answers
         return self._advance(record)
 
     def waiting(self) -> list[str]:
@@ -390,9 +362,13 @@ class ContextState:
         self.known.discard(process)
         return self.fail(reason)
 
-    def release(self) -> list[Instruction]:
-        """Return the messages that release the context on all other processes that take part."""
-        return [Send(to, Release(self.context)) for to in sorted(self.known - {self.process})]
+    def release(self, sender: int | None = None) -> list[Instruction]:
+        """Return messages that release the context on all other processes that take part.
+
+        `sender` is the process that has released it before; None for no process.
+        """
+        others = sorted(self.known - {self.process, sender})
+        return [Send(to, Release(self.context)) for to in others]
 
     # -- inside
 
@@ -410,69 +386,58 @@ class ContextState:
             and record.number > backward
         )
 
-    def _join(self, number: Id, mode: Mode) -> _Backward:
+    def _history(self, source: int | None) -> list[Span]:
+        """Return the numbers of all edges that a send, or the roots (None), depend on."""
+        reached = self._reaches(source)
+        return _merged(span for edge in reached for span in ((edge, edge), *self._histories[edge]))
+
+    def _join(self, number: Id, plan: list[Span]) -> _Backward:
         if self._backward is None or self._backward.number != number:
-            record = self._backward = _Backward(number, mode)
-            if mode == "fast":
-                record.open_sources.update(self.sends)
-                for edge in self.sends:
-                    for receive in self._reaches(edge):
-                        record.waits.setdefault(receive, set()).add(edge)
+            record = self._backward = _Backward(number, plan)
+            for edge in self.sends:
+                if _has(plan, edge):
+                    self._open(record, edge)
         return self._backward
 
-    def _reach(self, record: _Backward, source: Id | None) -> list[Instruction]:
-        """Make the receives of a source wait for it; send marks for newly reached receives."""
-        instructions: list[Instruction] = []
+    def _open(self, record: _Backward, source: int | None) -> None:
+        """Make the receives that a source depends on wait for its local backward."""
+        record.open_sources.add(source)
         for edge in self._reaches(source):
-            if edge not in record.waits and record.mode == "smart":
-                record.unanswered += 1
-                mark = Mark(self.context, record.number, edge, self.failed)
-                instructions.append(Send(self.receives[edge], mark))
             record.waits.setdefault(edge, set()).add(source)
-        return instructions
-
-    def _engage(self, record: _Backward, sender: int) -> list[Instruction]:
-        """Answer a message immediately, unless it makes this process busy."""
-        record.steps += 1
-        is_origin = record.number.process == self.process
-        if record.engaged_by < 0 and not is_origin:
-            record.engaged_by = sender
-            return []
-        return [Send(sender, self._answer(record))]
 
     def _advance(self, record: _Backward) -> list[Instruction]:
-        """Start the next phase or send the answer, once this process is idle."""
-        if record.unanswered or record.running:
-            return []
-        if record.number.process != self.process:
-            if record.engaged_by < 0:
-                return []
-            to, record.engaged_by = record.engaged_by, -1
-            return [Send(to, self._answer(record))]
-        if None in record.open_sources:
-            record.is_marking = False
-            record.running += 1
-            return [RunBackward(None, record.number)]
-        self._backward = None
-        record.pending[self.process] = self._own_pending(record)
-        pending = {process: other.edges for process, other in record.pending.items() if other.edges}
-        return [BackwardFinished(pending)]
-
-    def _own_pending(self, record: _Backward) -> PendingEdges:
-        return PendingEdges(
-            record.steps, tuple(edge for edge, sources in record.waits.items() if sources)
-        )
-
-    def _answer(self, record: _Backward) -> Acknowledge:
-        pending = {**record.pending, self.process: self._own_pending(record)}
-        return Acknowledge(self.context, record.number, pending if record.mode == "fast" else {})
-
-    def _merge(self, record: _Backward, pending: dict[int, PendingEdges]) -> None:
-        record.steps += 1
-        for process, theirs in pending.items():
-            if process not in record.pending or record.pending[process].steps < theirs.steps:
-                record.pending[process] = theirs
+        """Answer messages; the origin ends the backward once it is idle."""
+        is_idle = not record.unanswered and not record.running
+        if is_idle and record.engaged_by >= 0:
+            record.answers[record.engaged_by] += 1
+            record.engaged_by = -1
+        answers, record.answers = record.answers, Counter()
+        instructions: list[Instruction] = [
+            Send(to, Acknowledge(self.context, record.number, count))
+            for to, count in answers.items()
+        ]
+        if is_idle and record.number.process == self.process:
+            self._backward = None
+            instructions.append(BackwardFinished())
+        return instructions
 
     def _fail_message(self, to: int, backward: Id) -> Send:
         reason = self.failure_of(backward) or "another backward of this context has begun"
         return Send(to, BackwardFailed(self.context, reason, backward))
+
+
+def _merged(spans: Iterable[Span]) -> list[Span]:
+    """Return the same numbers in ascending spans that neither overlap nor touch."""
+    merged: list[Span] = []
+    for first, last in sorted(spans):
+        if merged and first <= merged[-1][1] + 1:
+            merged[-1] = merged[-1][0], max(last, merged[-1][1])
+        else:
+            merged.append((first, last))
+    return merged
+
+
+def _has(spans: Sequence[Span], edge: int) -> bool:
+    """Return whether a number is in ascending spans."""
+    place = bisect_right(spans, edge, key=lambda span: span[0])
+    return place > 0 and edge <= spans[place - 1][1]

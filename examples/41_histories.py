@@ -1,6 +1,6 @@
-"""FAST and SMART: two ways to find out which results get gradients, and their messages.
+"""Histories: which results get gradients, and the messages of a backward.
 
-braid run -n 3 examples/41_fast_and_smart.py
+braid run -n 3 examples/41_histories.py
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections import Counter
 import torch
 
 from braid import rpc
-from braid.errors import CommError
 from braid.rpc import dist_autograd
 from braid.rpc.current import current_agent
 
@@ -31,7 +30,7 @@ def count_messages() -> None:
 
 
 def taken() -> dict[str, int]:
-    return {kind: SENT.pop(kind, 0) for kind in ("Mark", "Gradients", "Acknowledge")}
+    return {kind: SENT.pop(kind, 0) for kind in ("Gradients", "Acknowledge")}
 
 
 def doubled(x: torch.Tensor) -> torch.Tensor:
@@ -48,26 +47,22 @@ def program(x: torch.Tensor, unused: int) -> torch.Tensor:
     return rpc.rpc_sync("b", passed_on, (x,)).sum()
 
 
-def gradients(x: torch.Tensor, unused: int, mode: str) -> torch.Tensor:
+def gradients(x: torch.Tensor, unused: int) -> torch.Tensor:
     with dist_autograd.context() as context:
         loss = program(x, unused)
         rpc.broadcast(NAMES, taken)
-        dist_autograd.backward(context, [loss], mode=mode)
+        dist_autograd.backward(context, [loss])
         grad = dist_autograd.get_gradients(context)[x]
     total = sum(map(Counter, rpc.broadcast(NAMES, taken)), Counter())
-    print(f"{mode}, {unused} unused: {', '.join(f'{n} {kind}' for kind, n in total.items())}")
+    print(f"{unused} unused: {', '.join(f'{n} {kind}' for kind, n in total.items())}")
     return grad
 
 
 def compare() -> None:
     x = torch.randn(100, requires_grad=True, generator=torch.Generator().manual_seed(0))
     (expected,) = torch.autograd.grad((x * doubled(x)).sum(), [x])
-    for unused, mode in ((0, "smart"), (0, "fast"), (5, "smart")):
-        assert torch.equal(gradients(x, unused, mode), expected)
-    try:
-        gradients(x, 5, "fast")
-    except CommError as exc:
-        print(f"fast, 5 unused: {exc}")
+    for unused in (0, 5):
+        assert torch.equal(gradients(x, unused), expected)
     print("gradients equal one process bit by bit")
 
 
