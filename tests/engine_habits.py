@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import re
 import warnings
 from collections.abc import Callable, Iterable
@@ -32,6 +33,7 @@ from braid.parallel.hybrid import HybridParallel
 
 WIDTH, ROWS, STEPS = 4, 4, 4
 DEADLINE_S = 20.0
+RANKS: list[Group] = []  # of the engine that runs in this process
 
 
 class Block(nn.Module):
@@ -346,6 +348,43 @@ def _adafactor(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.Adafactor(params, lr=0.05)
 
 
+def _load_file(loop: Loop, *, of_rank_0: bool) -> None:
+    """Write the states by torch in step 0, on each rank or on rank 0, and load them after step 2."""
+    saved: list[bytes] = []
+
+    def act(loop: Loop, step: int) -> None:
+        if step == 0:
+            file = io.BytesIO()
+            torch.save([loop.model.state_dict(), loop.optimizer.state_dict()], file)
+            is_shared = of_rank_0 and RANKS
+            saved.append(
+                RANKS[0].objects.broadcast(file.getvalue()) if is_shared else file.getvalue()
+            )
+        if step == 2:
+            error = ""
+            try:
+                model, optimizer = torch.load(io.BytesIO(saved[0]), weights_only=True)
+                loop.model.load_state_dict(model)
+                loop.optimizer.load_state_dict(optimizer)
+            except (ConfigError, RuntimeError, ValueError) as exc:
+                error = str(exc)
+            errors = RANKS[0].objects.all_gather(error) if RANKS else [error]
+            if text := next(filter(None, errors), ""):  # the ranks that could load it would wait
+                raise ConfigError(text)
+
+    _plain(loop, after_step=act)
+
+
+def _load_whole_optimizer(loop: Loop, step: int) -> None:
+    """Load the state of an optimizer of the whole model."""
+    if step == 1:
+        model = Net()
+        optimizer = _optimizer(model.parameters())
+        loss_of(model(batch(0, 0))).backward()
+        optimizer.step()
+        loop.optimizer.load_state_dict(optimizer.state_dict())
+
+
 def _assign(loop: Loop, step: int) -> None:
     if step == 1:
         state = {name: x.detach().clone() for name, x in loop.model.state_dict().items()}
@@ -391,6 +430,9 @@ HABITS: dict[str, Habit] = {
     "clips by the total norm": between(_clip_by_total_norm),
     "optimizes by L-BFGS": after(partial(_optimize_by, _lbfgs)),
     "optimizes by Adafactor": after(partial(_optimize_by, _adafactor)),
+    "loads the file of rank 0": partial(_load_file, of_rank_0=True),
+    "loads a file of each rank": partial(_load_file, of_rank_0=False),
+    "loads a whole optimizer": after(_load_whole_optimizer),
 }
 
 
@@ -726,6 +768,16 @@ SAID = [
     ("optimizes by Adafactor", "stage 3( alone)?$|fsdp", "uses shapes or norms of whole"),
     ("optimizes by Adafactor", "tensor|tp=2", "uses the shapes or norms of whole parameters"),
     ("penalizes weights", "pipeline$|pp=2", "like a penalty on weights"),
+    (
+        "loads the file of rank 0",
+        r"stage \d$|fsdp|tensor|tp=2",
+        r"has the part '(tensor )?shard 0 of 2' of a model, but this rank",
+    ),
+    ("loads the file of rank 0", "pp=2", "has old values of blocks.2.up, since pipeline rank 0"),
+    ("loads the file of rank 0", "pipeline$", "Missing key"),
+    ("loads a whole optimizer", r"stage \d$|fsdp|tensor|tp=2", "whose part here"),
+    ("loads a whole optimizer", r"stage \d alone", "size of tensor a"),
+    ("loads a whole optimizer", "pipeline$", "doesn't match the size of optimizer's group"),
 ]
 
 
@@ -751,18 +803,20 @@ def run_all(group: Group, engine: str) -> dict[str, tuple[Outcome | None, str]]:
         own = group.split(0)
         assert own is not None
         own.set_deadline(DEADLINE_S)
+        RANKS[:] = [own]
         outcome: Outcome | None = None
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
                 outcome = ENGINES[engine].run(HABITS[habit], own)
-            except (ConfigError, AssertionError, RuntimeError) as exc:
+            except (ConfigError, AssertionError, RuntimeError, ValueError) as exc:
                 own.abort(f"{type(exc).__name__}: {exc}")
                 error = str(exc)
             except CommError as exc:  # of a rank that was refused
                 error = str(exc)
             else:
                 error = ""
+        RANKS.clear()
         own.close()
         group.barrier()
         texts = [error, *(str(w.message) for w in caught if w.category is UserWarning)]

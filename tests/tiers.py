@@ -74,6 +74,8 @@ TIERS: dict[str, Tier] = {
     "world/test_ddp_options.py::test_a_step_of_a_compiled_module": ALL,
     "world/test_dropped_engines.py::test_engines_that_are_gone": ALL,
     "world/test_dropped_engines.py::test_engines_that_are_gone_leave_nothing[dp=2-dropped": TEST,
+    "world/test_checkpoint_habits.py::test_another_engine": ALL,
+    "world/test_checkpoint_habits.py::test_another_engine_continues_as_if_nothing_had_been[extra state]": TEST,
     "world/test_engine_habits.py": ALL,
     "world/test_engine_habits.py::test_a_program_gets_the_numbers_of_one_process_or_an_error[fsdp]": TEST,
     "world/test_engine_habits.py::test_a_program_gets_the_numbers_of_one_process_or_an_error[horovod]": TEST,

@@ -34,6 +34,7 @@ from braid.checkpoint.snapshot import OWN
 from braid.checkpoint.stored_state import generator_states, require_like, stored_optimizer
 from braid.comm import Group
 from braid.errors import CheckpointError, ConfigError, message_of
+from braid.runtime.torch_internals import PART_ENTRY
 from braid.types import TensorSpec, dtype_name
 
 __all__ = [
@@ -288,7 +289,7 @@ def _filed(
     rest = {
         key: to_plain(value, f"{REST}/{key}", tensors)
         for key, value in optimizer.state_dict().items()
-        if key not in {"state", "param_groups"}
+        if key not in {"state", "param_groups", PART_ENTRY}
     }
     kind = type(optimizer).__name__
     return tensors, {"type": kind, "groups": groups, "numbers": numbers, "rest": rest}

@@ -14,7 +14,6 @@ parts in `braid.checkpoint`.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import random
@@ -33,19 +32,24 @@ from braid.checkpoint import (
     PartedCheckpoint,
     ReplicatedSnapshot,
     Snapshot,
-    from_plain,
     restore_training,
-    to_plain,
     training_numbers,
     training_tensors,
 )
 from braid.checkpoint.agreed_buffers import agreed_buffers
 from braid.checkpoint.directory import CheckpointDirectory
-from braid.checkpoint.snapshot import OWN, FailedSnapshot, JoinedSnapshot
-from braid.checkpoint.stored_state import unloadable
+from braid.checkpoint.part_states import (
+    PARTS,
+    ExtraStates,
+    PartStates,
+    check_parts,
+    load_parts,
+    naming,
+)
+from braid.checkpoint.snapshot import OWN, JoinedSnapshot
 from braid.comm import Group
 from braid.context import membership, world
-from braid.errors import BraidError, CheckpointError, ConfigError, StaleError
+from braid.errors import ConfigError, StaleError
 from braid.parallel.expert_parallel import is_of_experts
 from braid.parallel.hybrid import HybridParallel
 from braid.parallel.pipeline import Pipeline
@@ -64,7 +68,6 @@ __all__ = ["load", "save"]
 
 LOG = logging.getLogger(__name__)
 
-PARTS = "parts"
 RANDOM = "random"  # states of a rank's random number generators
 INNER = ("module", "_orig_mod")  # attributes of data parallel wrappers, and of torch.compile
 
@@ -94,8 +97,8 @@ def save(
         keep: Number of checkpoints to keep, including this one.
         saver: A `BackgroundSaver(group)` that writes while training continues; the returned path
             then does not exist yet, and a failure is raised by the next save or `saver.wait()`.
-        parts: Further objects with `state_dict()`, such as `scheduler=scheduler`; the same on all
-            ranks.
+        parts: Further objects with `state_dict()`, such as `scheduler=scheduler`. A state that
+            differs between ranks, as of a data loader, is saved for each rank.
 
     Returns:
         Path of the checkpoint, `directory/step-00000200`.
@@ -109,15 +112,8 @@ def save(
     group = world() if group is None else group
     _refuse_parts_of(model, group)
     _check_parts(parts, "state_dict", model)
-    others: dict[str, torch.Tensor] = {}
-    kept, failed = {}, None
-    try:
-        for name, part in parts.items():
-            kept[name] = to_plain(part.state_dict(), f"{PARTS}/{name}", others)
-    except BraidError:  # the same on all ranks
-        raise
-    except Exception as exc:  # noqa: BLE001 - the other ranks wait in this save
-        failed = FailedSnapshot(exc)
+    states = PartStates(ExtraStates.beside(parts, _inner(model)), group)
+    others = states.tensors
     others |= {f"{OWN}{RANDOM}/{name}": state for name, state in _random_states().items()}
 
     def notify_launcher(saved_step: int, path: Path, sha256_ok: bool) -> None:
@@ -139,8 +135,8 @@ def save(
             tensors |= {f"model/{name}": buffer for name, buffer in buffers.items()}
         snapshot = ReplicatedSnapshot(tensors, rank=group.rank, size=group.size)
         numbers = training_numbers(plain, optimizer)
-    state = {**numbers, PARTS: kept}
-    snapshot = failed or snapshot
+    state = {**numbers, PARTS: states.values}
+    snapshot = states.failed or snapshot
     if saver is not None:
         saver.save(directory, snapshot, step=step, state=state, keep=keep, on_saved=notify_launcher)
         return CheckpointDirectory(directory).final(step)
@@ -174,6 +170,8 @@ def load(
         optimizer: Optimizer into which its state is loaded.
         group: Ranks that train together; all ranks when None.
         parts: Further objects with `load_state_dict()`, under the names with which they were saved.
+            If ranks had different states, and another number of ranks loads them, all get the state
+            of rank 0, with a warning.
 
     Returns:
         The step after the one that was saved; 0 if there is no checkpoint.
@@ -203,16 +201,8 @@ def load(
         LOG.info("%s has no checkpoint yet: starting a new training", where)
         return 0
     loaded = checkpoint.load(where, group=group)
-    kept = loaded.manifest.state.get(PARTS, {})
-    if not isinstance(kept, dict):
-        raise unloadable(loaded.path, PARTS, f"Expected `object`, got {str(kept)[:80]}")
-    if missing := sorted(set(parts) - set(kept)):
-        msg = (
-            f"{loaded.path} has no state of {', '.join(missing)}, only of "
-            f"{', '.join(sorted(kept)) or 'model and optimizer'}: load only objects that were "
-            "saved"
-        )
-        raise CheckpointError(msg)
+    parts = ExtraStates.beside(parts, _inner(model))
+    check_parts(loaded, parts)
     for skipped in loaded.skipped if group.rank == 0 else ():
         LOG.warning("braid: skipped the unusable checkpoint %s: %s", skipped.path, skipped.reason)
     LOG.info("training continues after step %d of %s", loaded.manifest.step, loaded.path)
@@ -222,10 +212,8 @@ def load(
         restore_sharded(loaded, sharding, optimizer)
     else:
         restore_training(loaded, _unwrapped(model), optimizer)
-    for name, part in parts.items():
-        with _naming(loaded, f"{PARTS}.{name}"):
-            part.load_state_dict(from_plain(kept[name], loaded.read))
-    with _naming(loaded, RANDOM):
+    load_parts(loaded, parts)
+    with naming(loaded, RANDOM):
         _restore_random(loaded)
     control = _launcher()
     if control is not None and group.rank == 0:
@@ -234,15 +222,8 @@ def load(
     return loaded.manifest.step + 1
 
 
-@contextlib.contextmanager
-def _naming(loaded: Checkpoint, field: str) -> Iterator[None]:
-    """Turn any error during the loading of a field into a CheckpointError with its name."""
-    try:
-        yield
-    except BraidError:
-        raise
-    except Exception as exc:
-        raise unloadable(loaded.path, field, f"{type(exc).__name__}: {exc}") from exc
+def _inner(model: nn.Module | HybridParallel) -> nn.Module:
+    return model.model if isinstance(model, HybridParallel) else _unwrapped(model)
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

@@ -336,6 +336,27 @@ def before_unscaling(check: Callable[[Any, torch.optim.Optimizer], None]) -> Non
         setattr(kind, name, _checked(getattr(kind, name), check))
 
 
+PART_ENTRY = "braid_part"  # of state dicts of optimizers
+
+
+def around_optimizer_states(
+    part_of: Callable[[torch.optim.Optimizer], str],
+    check: Callable[[torch.optim.Optimizer, Mapping[str, Any]], None],
+) -> None:
+    """Add `part_of(optimizer)` to its state dicts if it is not empty; `check` before loading."""
+    kind: Any = torch.optim.Optimizer
+    state_dict = kind.state_dict
+
+    @wraps(state_dict)
+    def with_addition(self: Any) -> dict[str, Any]:
+        state: dict[str, Any] = state_dict(self)
+        if part := part_of(self):
+            state[PART_ENTRY] = part
+        return state
+
+    kind.state_dict, kind.load_state_dict = with_addition, _checked(kind.load_state_dict, check)
+
+
 def _checked(method: Callable[..., Any], check: Callable[[Any, Any], None]) -> Callable[..., Any]:
     @wraps(method)
     def checked(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,23 +1,25 @@
-"""Refusal of torch's clipping, loss scaling and some optimizers while a rank has only a part.
+"""Refusal of torch's functions that would be wrong while a rank has only a part of a model.
 
 Problem: `torch.nn.utils.clip_grad_norm_` computes the norm of the gradients of one rank. If other
 ranks have other layers or other shards, each rank scales by a different factor; if gradients are
 still being added over ranks, it scales terms of sums. `torch.amp.GradScaler` skips a step only on
 the ranks that find infinite gradients. Muon and Adafactor use the norm of each parameter, and LBFGS
-inner products of all parameters together. Most programs call one of them, and without an error
-their results would be wrong.
+inner products of all parameters together. And `if rank == 0: torch.save(...)` saves the part of
+rank 0: parts often have equal shapes, so all ranks can load it. Most programs call one of these
+functions, and without an error their results would be wrong.
 
 Idea: engines note their parameters, with a function that returns why torch's functions cannot be
 used now, and which call is right. Parameters that are shards by themselves carry the right calls as
 an attribute. These functions of torch are wrapped when this module is imported, since programs call
-them without an object of braid; they raise an error with this text.
+them without an object of braid; they raise an error with this text. State dicts name the part that
+they have: of an optimizer in an entry, of a model in the metadata, which dicts of other types lack.
 """
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -28,18 +30,27 @@ from torch.utils.hooks import RemovableHandle
 
 from braid.errors import ConfigError
 from braid.parallel.gradients.optimizer_kinds import kind_of_optimizer
-from braid.runtime.torch_internals import before_clipping, before_unscaling
+from braid.runtime.torch_internals import (
+    PART_ENTRY,
+    around_optimizer_states,
+    before_clipping,
+    before_unscaling,
+    own_parameters,
+)
 
 __all__ = [
     "PartOfModel",
     "Use",
     "check_steps",
+    "check_when_loaded",
     "engines_of",
     "forget_incomplete",
     "is_part",
     "mark_part",
+    "name_in_state_dict",
     "note_incomplete",
     "note_parts",
+    "part_of",
     "unmark_part",
     "warn_in_state_dict",
 ]
@@ -49,7 +60,11 @@ Use: TypeAlias = Literal[
 ]
 # (engine, parameters, function of torch) -> why the function cannot be used, or nothing
 Refusal: TypeAlias = Callable[[Any, Sequence[torch.Tensor], Use], str]
-PART = "braid_part"  # attribute of parameters that are shards
+PART = "braid_part"  # attribute of parameters that are shards, and entry of metadata
+SHARDS = (
+    "state_dict() of a model that is divided over ranks has only this rank's part ({}): save it on "
+    "each rank in a separate file, or save a checkpoint by braid.save, which takes a HybridParallel"
+)
 # others may let ranks agree on infinite gradients, as `AgreedGradScaler` does
 LOCAL_SCALERS = {f"torch.{place}amp.grad_scaler" for place in ("", "cuda.", "cpu.")}
 
@@ -61,11 +76,13 @@ class PartOfModel(NamedTuple):
         clip: Call that clips gradients by their norm.
         scaler: Expression that makes a gradient scaler.
         has_whole: Whether each parameter is whole on its rank, so that it can be clipped alone.
+        part: Name of this rank's part, such as "tensor shard 0 of 2"; empty if it is unknown.
     """
 
     clip: str
     scaler: str
     has_whole: bool = False
+    part: str = ""
 
     def refusal(self, _engine: object, params: Sequence[torch.Tensor], use: Use) -> str:
         """Return why a function of torch cannot be used on parameters of a part; else nothing."""
@@ -104,14 +121,19 @@ class _Noted(NamedTuple):
     engine: weakref.ref[Any]
     params: Callable[[Any], Iterable[torch.Tensor]]
     refusal: Refusal
+    part: str
     check_step: Callable[[Any, torch.optim.Optimizer], None] | None = None
 
 
 _NOTED: dict[int, _Noted] = {}  # by the engine's id, in the order of notes
+_NAMED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules whose state dicts name parts
 
 
 def note_incomplete(
-    engine: object, params: Callable[[Any], Iterable[torch.Tensor]], refusal: Refusal
+    engine: object,
+    params: Callable[[Any], Iterable[torch.Tensor]],
+    refusal: Refusal,
+    part: str = "",
 ) -> None:
     """Ask `refusal` before torch's functions use gradients of an engine's parameters.
 
@@ -120,11 +142,12 @@ def note_incomplete(
             the latest one is asked first.
         params: Function that returns the parameters of the engine.
         refusal: Function that returns why a function of torch cannot be used.
+        part: Name of the part of a model that the parameters are; empty if they are whole.
     """
     key = id(engine)
     if _NOTED.pop(key, None) is None:
         weakref.finalize(engine, _NOTED.pop, key, None).atexit = False
-    _NOTED[key] = _Noted(weakref.ref(engine), params, refusal)
+    _NOTED[key] = _Noted(weakref.ref(engine), params, refusal, part)
 
 
 def forget_incomplete(engine: object) -> None:
@@ -163,6 +186,63 @@ def _warn_of_state(
         warnings.warn(warning, UserWarning, stacklevel=3)
 
 
+def name_in_state_dict(module: Any, part: Callable[[nn.Module], str]) -> RemovableHandle:
+    """Name the part of a model that a module is, in the metadata of its state dicts."""
+    handle: RemovableHandle = module.register_state_dict_post_hook(partial(_name_part, part))
+    return handle
+
+
+def check_when_loaded(module: Any, part: Callable[[nn.Module], str]) -> RemovableHandle:
+    """Raise when a program loads another part into a module that is one."""
+    hook = partial(_check_loaded, part)
+    handle: RemovableHandle = module.register_load_state_dict_pre_hook(hook)
+    return handle
+
+
+def _name_part(
+    part: Callable[[nn.Module], str],
+    module: nn.Module,
+    _state: object,
+    _prefix: str,
+    metadata: dict[str, Any],
+) -> None:
+    if name := part(module):
+        metadata[PART] = name
+
+
+def _check_loaded(
+    part: Callable[[nn.Module], str],
+    module: nn.Module,
+    _state: object,
+    prefix: str,
+    metadata: dict[str, Any],
+    *_: object,
+) -> None:
+    here, there = part(module), metadata.get(PART)
+    if there is not None and there != here:
+        what = f"state dict of {prefix.rstrip('.') or 'a model'}"
+        raise ConfigError(_another_part(what, there, here))
+
+
+def _refuse_assigning(
+    module: nn.Module, _state: object, _prefix: str, metadata: dict[str, Any], *_: object
+) -> None:
+    if _part_in(module) and metadata.get("assign_to_params_buffers"):
+        msg = (
+            "load_state_dict(assign=True) would replace the shards of parameters by others, which "
+            "are not known as shards: call it without assign=True, or before the model is divided"
+        )
+        raise ConfigError(msg)
+
+
+def _another_part(what: str, there: str, here: str) -> str:
+    return (
+        f"this {what} has the part {there!r} of a model, but this rank has "
+        f"{f'the part {here!r}' if here else 'the whole model'}: save and load each part in a "
+        "separate file, on its rank, or use braid.save, whose checkpoints any ranks can load"
+    )
+
+
 def mark_part(param: torch.Tensor, calls: PartOfModel) -> None:
     """Refuse torch's functions on a parameter that is a shard, and name the right calls."""
     param.__dict__[PART] = calls
@@ -178,9 +258,38 @@ def is_part(param: torch.Tensor) -> bool:
     return PART in param.__dict__
 
 
+def part_of(param: torch.Tensor) -> str:
+    """Return the name of the part that a parameter is; empty if it is whole."""
+    return param.__dict__[PART].part if is_part(param) else ""
+
+
 def note_parts(module: nn.Module) -> None:
-    """Refuse torch's functions that get gradients of a module's shards without the parameters."""
+    """Note a module with shards, which torch's functions may use without the parameters.
+
+    They may get the gradients, or the module, whose state dicts then name the parts.
+    """
+    if id(module) not in _NOTED:
+        warn_in_state_dict(module, partial(_warning_of_shards, weakref.ref(module)))
     note_incomplete(module, _parts, _refusal_of_part)
+    for inner in module.modules():
+        if _part_in(inner) and inner not in _NAMED:
+            _NAMED.add(inner)
+            name_in_state_dict(inner, _part_in)
+            check_when_loaded(inner, _part_in)
+            hooked: Any = inner  # torch's method has no types
+            hooked.register_load_state_dict_pre_hook(_refuse_assigning)
+
+
+def _warning_of_shards(reference: weakref.ref[nn.Module]) -> str:
+    module = reference()
+    params = [] if module is None else _parts(module)
+    return SHARDS.format(part_of(params[0])) if params else ""
+
+
+def _part_in(module: nn.Module) -> str:
+    """Return the name of the part that a module's own parameters are; empty if they are whole."""
+    params = (param for param in own_parameters(module).values() if param is not None)
+    return next(filter(None, map(part_of, params)), "")
 
 
 def _parts(module: nn.Module) -> list[nn.Parameter]:
@@ -210,6 +319,36 @@ def _check(tensors: Sequence[torch.Tensor], use: Use) -> None:
 def _raise_if(text: str) -> None:
     if text:
         raise ConfigError(text)
+
+
+def _parts_of(optimizer: torch.optim.Optimizer) -> str:
+    """Return the names of the parts on which an optimizer steps here; empty for whole models."""
+    params = _params_of(optimizer)
+    ids = set(map(id, params))
+    names = set(map(part_of, params))
+    for engine, noted in _noted():
+        if noted.part and not ids.isdisjoint(map(id, noted.params(engine))):
+            names.add(noted.part)
+    return ", ".join(sorted(names - {""}))
+
+
+def _check_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Raise if a state belongs to another part than the optimizer."""
+    here, there = _parts_of(optimizer), state.get(PART_ENTRY, "")
+    if there and there != here:
+        raise ConfigError(_another_part("state dict of an optimizer", there, here))
+    if not here:
+        return
+    saved = [key for group in state["param_groups"] for key in group["params"]]
+    for key, param in zip(saved, _params_of(optimizer), strict=False):  # torch compares lengths
+        for name, value in state["state"].get(key, {}).items():
+            if isinstance(value, torch.Tensor) and value.numel() > max(1, param.numel()):
+                msg = (
+                    f"this state dict of an optimizer has {name} of shape {list(value.shape)} for "
+                    f"a parameter whose part here ({here}) has shape {list(param.shape)}: load a "
+                    "state of the same part, or use braid.load before or after the model is divided"
+                )
+                raise ConfigError(msg)
 
 
 def _check_scaler(scaler: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -245,6 +384,7 @@ def _params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [param for group in groups for param in group["params"]]
 
 
+around_optimizer_states(_parts_of, _check_state)
 before_clipping(_check)
 before_unscaling(_check_scaler)
 register_optimizer_step_pre_hook(_check_step)

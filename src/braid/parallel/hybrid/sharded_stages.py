@@ -35,6 +35,7 @@ from braid.parallel.sharding import (
     sharded_numbers,
 )
 from braid.parallel.sharding.optimizer import refuse_wrong_rules
+from braid.parallel.sharding.state import rest_tensors
 from braid.parallel.sharding.units import default_units
 from braid.parallel.tensor_parallel import Slicing, slicing_of
 
@@ -163,7 +164,7 @@ class ShardedStages:
 
     def kept_tensors(self, optimizer: Optimizer | None) -> dict[str, torch.Tensor]:
         """Return the unsharded parameters that this rank trains, with their optimizer states."""
-        tensors: dict[str, torch.Tensor] = {}
+        tensors = rest_tensors(self.sharding, optimizer)
         for name, param in self._kept:
             tensors[f"model/{name}"] = param
             state = {} if optimizer is None else optimizer.state.get(param, {})

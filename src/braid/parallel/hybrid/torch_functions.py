@@ -14,6 +14,7 @@ from braid.parallel.gradients.incomplete import (
     is_part,
     mark_part,
     note_incomplete,
+    part_of,
 )
 
 if TYPE_CHECKING:  # the engine calls these functions
@@ -33,7 +34,7 @@ def guard(engine: HybridParallel) -> None:
     params = dict(engine.model.named_parameters())
     for name, piece in engine.named_pieces().items():
         if is_part(params[name]):
-            mark_part(piece, CALLS)
+            mark_part(piece, CALLS._replace(part=part_of(params[name])))
 
 
 def release(engine: HybridParallel) -> None:

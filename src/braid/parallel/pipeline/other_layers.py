@@ -3,8 +3,9 @@
 Problem: every rank makes the whole model, and trains its stages only. The other layers keep their
 first values, so a call of the whole model, or its `state_dict`, would mix trained and old values.
 
-Idea: after the first step, layers of other stages warn of their old values, once. They no longer
-do if the model becomes whole, or if another pipeline takes it.
+Idea: after the first step, layers of other stages warn of their old values, once, and name them in
+their state dicts, which ranks that train these layers refuse. They no longer do if the model
+becomes whole, or if another pipeline takes it.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from functools import partial
 from itertools import chain
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from braid.errors import ConfigError
 from braid.parallel.gradients.incomplete import warn_in_state_dict
 from braid.parallel.pipeline.stage import Layer
 
@@ -29,6 +32,7 @@ OLD = (
     "as {!r}, unless the program has loaded newer ones: call evaluate() of the engine instead, "
     "make the model whole by make_whole() of HybridParallel, or save a checkpoint by braid.save"
 )
+MADE_BY = "braid_made_by"  # entry of a state dict's metadata, for old values
 _OF_MODULES: WeakKeyDictionary[nn.Module, OtherLayers] = WeakKeyDictionary()
 
 
@@ -42,6 +46,7 @@ class OtherLayers:
 
     Attributes:
         are_old: Whether other ranks have trained them.
+        place: This rank in the pipeline, such as "pipeline rank 0 of 2".
     """
 
     def __init__(
@@ -51,6 +56,8 @@ class OtherLayers:
         rank: int,
     ) -> None:
         self.are_old = self._has_warned = False
+        size = len({rank for ranks in placement for rank in ranks})
+        self.place = f"pipeline rank {rank} of {size}"
         self._handles: list[RemovableHandle] = []
         ranks: defaultdict[nn.Module, set[int]] = defaultdict(set)
         names: dict[nn.Module, str] = {}
@@ -67,8 +74,14 @@ class OtherLayers:
             if earlier is not None:
                 stale = stale or (names[module] if earlier.are_old and rank in trainers else "")
                 released.append(earlier)
-            if rank in trainers or not any(True for _ in module.parameters(recurse=False)):
+            if not any(True for _ in module.parameters(recurse=False)):
                 continue
+            hooked: Any = module  # torch's methods have no types
+            if rank in trainers:
+                self._handles.append(hooked.register_load_state_dict_pre_hook(_refuse_old))
+                continue
+            name_old = partial(_name_old, self)
+            self._handles.append(hooked.register_state_dict_post_hook(name_old))
             before = partial(_before_forward, self, names[module])
             self._handles.append(module.register_forward_pre_hook(before, prepend=True))
             text = partial(self.warning, names[module], "state_dict()")
@@ -95,6 +108,25 @@ class OtherLayers:
         is_first = self.are_old and not self._has_warned
         self._has_warned = self._has_warned or is_first
         return OLD.format(use, name) if is_first else ""
+
+
+def _name_old(
+    others: OtherLayers, _module: nn.Module, _state: object, _prefix: str, metadata: dict[str, Any]
+) -> None:
+    if others.are_old:
+        metadata[MADE_BY] = others.place
+
+
+def _refuse_old(
+    _module: nn.Module, _state: object, prefix: str, metadata: dict[str, Any], *_: object
+) -> None:
+    if place := metadata.get(MADE_BY):
+        msg = (
+            f"this state dict has old values of {prefix.rstrip('.')}, since {place} made it, which "
+            "does not train this layer: save and load a separate file on each rank, or use "
+            "braid.save, whose checkpoints any ranks can load"
+        )
+        raise ConfigError(msg)
 
 
 def _before_forward(others: OtherLayers, name: str, module: nn.Module, _args: object) -> None:

@@ -191,7 +191,8 @@ class Pipeline(nn.Module):
         homes = [(self._homes[stage],) for stage in range(len(parts))]
         self.other_layers = OtherLayers(parts, homes, group.rank)
         if group.size > 1:
-            note_incomplete(self, Pipeline.parameters, CALLS.refusal)
+            part = f"pipeline rank {group.rank} of {group.size}"
+            note_incomplete(self, Pipeline.parameters, CALLS.refusal, part)
         self._executor(num_microbatches, trains=True)  # raises for unsupported programs
 
     def step_in_program(self, make: MakeOptimizer) -> list[Optimizer]:

@@ -9,6 +9,7 @@ another number of ranks, at another stage, or without sharding.
     optimizer/NAME/exp_avg   boxes of states with the shape of the parameter
     optimizer/NAME/step      other states, from the owner of the parameter's first element
     optimizer/NAME/master    boxes of the optimizer's copy, if it has another dtype
+    optimizer_state_dict/... tensors of one element that belong to no parameter, such as a rate
 """
 
 from __future__ import annotations
@@ -20,16 +21,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from braid.checkpoint import Checkpoint, Slice, restore_training, training_numbers
+from braid.checkpoint import (
+    Checkpoint,
+    Slice,
+    restore_training,
+    training_numbers,
+    training_tensors,
+)
 from braid.checkpoint.agreed_buffers import agreed_buffers
 from braid.checkpoint.snapshot import param_of
-from braid.checkpoint.training_state import merged_numbers
+from braid.checkpoint.training_state import REST, merged_numbers
+from braid.errors import ConfigError
 from braid.parallel.sharding.engine import Sharding
 from braid.parallel.sharding.flat_shard import FlatShard
 from braid.parallel.sharding.partition import boxes_of
 from braid.types import TensorSpec
 
-__all__ = ["ShardedSnapshot", "restore_sharded", "sharded_numbers"]
+__all__ = ["ShardedSnapshot", "rest_tensors", "restore_sharded", "sharded_numbers"]
 
 MASTER = "master"
 
@@ -48,6 +56,7 @@ class ShardedSnapshot:
         self._sharding = sharding
         self._optimizer = optimizer
         self._buffers = agreed_buffers(sharding.model, sharding.places.groups)
+        self._rest = rest_tensors(sharding, optimizer)
 
     def pieces(self) -> Iterable[Slice]:
         """Yield the boxes of this rank; only the first replica writes."""
@@ -61,6 +70,8 @@ class ShardedSnapshot:
             for name, tensor in {**self._sharding.ignored(), **self._buffers}.items():
                 shape = tuple(tensor.shape)
                 yield Slice(f"model/{name}", shape, (0,) * len(shape), tensor.detach())
+            for name, tensor in self._rest.items():
+                yield Slice(name, (), (), tensor.detach())
 
     def _of(self, flat: FlatShard, index: int) -> Iterator[Slice]:
         record, owned, piece = flat.records[index], flat.owned[index], flat.pieces[index]
@@ -87,6 +98,26 @@ class ShardedSnapshot:
             elif has_first:
                 shape = tuple(state.shape)
                 yield Slice(name, shape, (0,) * len(shape), state.detach())
+
+
+def rest_tensors(
+    sharding: Sharding, optimizer: torch.optim.Optimizer | None
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of an optimizer's state dict that belong to no parameter.
+
+    Raises:
+        ConfigError: A tensor has more than one element, so that ranks may have different ones.
+    """
+    tensors = training_tensors(_Owned(sharding), optimizer)
+    rest = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{REST}/")}
+    if large := next((name for name, tensor in rest.items() if tensor.dim()), None):
+        msg = (
+            f"{type(optimizer).__name__} has the tensor {large} of shape "
+            f"{list(rest[large].shape)}, which a checkpoint of a sharded model cannot store: ranks "
+            "may have different values"
+        )
+        raise ConfigError(msg)
+    return rest
 
 
 def sharded_numbers(

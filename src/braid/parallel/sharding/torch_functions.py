@@ -13,7 +13,9 @@ from braid.errors import raise_all
 from braid.parallel.gradients.incomplete import (
     PartOfModel,
     Use,
+    check_when_loaded,
     forget_incomplete,
+    name_in_state_dict,
     note_incomplete,
     warn_in_state_dict,
 )
@@ -42,17 +44,19 @@ class GuardedModel(NamedTuple):
     """Changes that `guard` has made to a model.
 
     Attributes:
-        hook: Hook before `state_dict`.
+        hooks: Hooks of `state_dict` and `load_state_dict`.
         zero_grad: Attribute of the model before, if it had one.
     """
 
-    hook: RemovableHandle
+    hooks: list[RemovableHandle]
     zero_grad: Callable[..., object] | None
 
 
 def guard(engine: Sharding) -> GuardedModel:
     """Refuse torch's clipping and scaling, warn of pieces in `state_dict`, extend `zero_grad`."""
-    note_incomplete(engine, _objects, _refusal)
+    group = engine.places.group
+    part = f"shard {group.rank} of {group.size}" if group.size > 1 else ""
+    note_incomplete(engine, _objects, _refusal, part)
     reference, model_reference = weakref.ref(engine), weakref.ref(engine.model)
     before = vars(engine.model).get("zero_grad")
 
@@ -60,6 +64,9 @@ def guard(engine: Sharding) -> GuardedModel:
         sharding = reference()
         table = () if sharding is None else sharding.table
         return PIECES if any(r.param.shape != r.spec.shape for r in table) else ""
+
+    def part_of(_model: object) -> str:
+        return part if text() else ""
 
     def zero_grad(*args: Any, **kwargs: Any) -> None:
         sharding, model = reference(), model_reference()
@@ -72,7 +79,12 @@ def guard(engine: Sharding) -> GuardedModel:
 
     if engine.options.stage != STAGE_OF_PARAMETERS:  # else pieces are the model's parameters
         vars(engine.model)["zero_grad"] = zero_grad
-    return GuardedModel(warn_in_state_dict(engine.model, text), before)
+    hooks = [
+        warn_in_state_dict(engine.model, text),
+        name_in_state_dict(engine.model, part_of),
+        check_when_loaded(engine.model, part_of),
+    ]
+    return GuardedModel(hooks, before)
 
 
 def release(engine: Sharding, changed: GuardedModel) -> None:
@@ -81,7 +93,8 @@ def release(engine: Sharding, changed: GuardedModel) -> None:
     vars(engine.model).pop("zero_grad", None)
     if changed.zero_grad is not None:
         vars(engine.model)["zero_grad"] = changed.zero_grad
-    changed.hook.remove()
+    for hook in changed.hooks:
+        hook.remove()
 
 
 def check_unchanged(engine: Sharding) -> None:

@@ -46,7 +46,7 @@ from braid.parallel.tensor_parallel.insertion import (
 )
 from braid.parallel.tensor_parallel.resolve import LayerKind, resolve
 from braid.parallel.tensor_parallel.slices import Slicing
-from braid.parallel.tensor_parallel.whole import refuse_assigning, slicing_of
+from braid.parallel.tensor_parallel.whole import slicing_of
 from braid.programs.layout import Layout
 from braid.runtime.torch_internals import pytree
 
@@ -97,7 +97,6 @@ def parallelize(
     _check_call(model, group, plan, inputs, options)
     division = _divide(model, group, plan, inputs, options)
     if group.size > 1:
-        refuse_assigning(model)
         note_parts(model)
     return division
 

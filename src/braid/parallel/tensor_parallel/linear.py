@@ -270,7 +270,8 @@ def slice_param(param: torch.Tensor, slicing: Slicing, group: Group) -> None:
         param.grad = slicing.part_of(grad, group.rank, group.size)
     param.__dict__["braid_slicing"] = slicing
     if group.size > 1:
-        mark_part(param, CALLS)
+        part = f"tensor shard {group.rank} of {group.size}"
+        mark_part(param, CALLS._replace(part=part))
 
 
 class _Column(torch.autograd.Function):

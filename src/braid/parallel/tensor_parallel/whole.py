@@ -8,26 +8,22 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from braid.comm import Group
 from braid.errors import ConfigError
 from braid.parallel.gradients.incomplete import unmark_part
 from braid.parallel.tensor_parallel.slices import Slicing
-from braid.runtime.torch_internals import own_parameters
 
 __all__ = [
     "ModuleChange",
     "changes_of",
     "divide_states",
     "note_change",
-    "refuse_assigning",
     "slicing_of",
     "undivide",
 ]
 
 CHANGES = "braid_changes"  # attribute of a sharded model
-ASSIGNING = "braid_assigning"  # another one
 
 
 class ModuleChange(NamedTuple):
@@ -93,25 +89,6 @@ def divide_states(
                 state[name] = slicing.part_of(value, group.rank, group.size)
 
 
-def refuse_assigning(model: nn.Module) -> None:
-    """Make `load_state_dict(assign=True)` raise: new parameters would not be known as shards."""
-    handles: list[RemovableHandle] = vars(model).setdefault(ASSIGNING, [])
-    for module in [] if handles else model.modules():
-        params = [param for param in own_parameters(module).values() if param is not None]
-        if any(slicing_of(param) is not None for param in params):
-            hooked: Any = module  # torch's method has no types
-            handles.append(hooked.register_load_state_dict_pre_hook(_before_load))
-
-
-def _before_load(_module: nn.Module, _state: object, _prefix: str, data: Any, *_: Any) -> None:
-    if data.get("assign_to_params_buffers"):
-        msg = (
-            "load_state_dict(assign=True) would replace the shards of parameters by others, which "
-            "are not known as shards: call it without assign=True, or before parallelize"
-        )
-        raise ConfigError(msg)
-
-
 @torch.no_grad()
 def undivide(model: nn.Module, group: Group) -> None:
     """Restore the whole model on all ranks, in place; a collective.
@@ -133,8 +110,6 @@ def undivide(model: nn.Module, group: Group) -> None:
         param.data = slicing.whole_of([part.view(param.shape) for part in parts])
         del param.__dict__["braid_slicing"]
         unmark_part(param)
-    for handle in model.__dict__.pop(ASSIGNING, []):
-        handle.remove()
     model.__dict__.pop("forward", None)  # forward of a graph
     for change in reversed(model.__dict__.pop(CHANGES, [])):
         setattr(change.module, change.name, change.before)

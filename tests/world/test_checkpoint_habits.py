@@ -1,0 +1,109 @@
+"""A training that one engine saves and another one continues ends like one process without a break."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import braid
+from braid.comm import Group
+from braid.errors import CheckpointError
+from checkpoint_habits import KINDS, Scaled, problems
+from engine_habits import Block
+
+pytestmark = pytest.mark.procs
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.filterwarnings("ignore:.* got no gradient")
+def test_another_engine_continues_as_if_nothing_had_been(procs, tmp_path, kind):
+    for found in procs(2, problems, kind, str(tmp_path)):
+        assert not found, "\n".join(found)
+
+
+class Counted:
+    """An object with a state."""
+
+    def __init__(self, count: int, x: torch.Tensor) -> None:
+        self.count, self.x = count, x
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "x": self.x, "huge": float("inf")}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["huge"] == float("inf")
+        self.count, self.x = state["count"], state["x"]
+
+
+def _save(group: Group, directory: str) -> None:
+    loader, metric = Counted(group.rank, torch.ones(2)), Counted(7, torch.full((3,), group.rank))
+    same = Counted(5, torch.arange(3))
+    parts = {"loader": loader, "metric": metric, "same": same}
+    braid.save(directory, model=nn.Linear(2, 2), step=0, group=group, **parts)
+
+
+def _load(group: Group, directory: str) -> tuple[list[int], list[list[float]], list[str]]:
+    parts = {name: Counted(-1, torch.zeros(0)) for name in ("loader", "metric", "same")}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        braid.load(directory, model=nn.Linear(2, 2), group=group, **parts)
+    return (
+        [part.count for part in parts.values()],
+        [part.x.tolist() for part in parts.values()],
+        [str(warning.message) for warning in caught],
+    )
+
+
+def test_states_that_differ_between_ranks_are_each_ranks_own(procs, tmp_path):
+    procs(2, _save, str(tmp_path))
+    for rank, (counts, tensors, said) in enumerate(procs(2, _load, str(tmp_path))):
+        assert counts == [rank, 7, 5]
+        assert tensors == [[1.0, 1.0], [rank] * 3, [0, 1, 2]]
+        assert not said
+    ((counts, tensors, said),) = procs(1, _load, str(tmp_path))
+    assert counts == [0, 7, 5]
+    assert tensors == [[1.0, 1.0], [0] * 3, [0, 1, 2]]
+    assert [text.partition(" had different states")[0] for text in said] == ["loader", "metric"]
+
+
+def _fail_on_rank_1(group: Group, directory: str) -> str:
+    part = Counted(0, torch.ones(1))
+    if group.rank:
+        part.state_dict = lambda: {"object": object()}  # type: ignore[method-assign]
+    try:
+        braid.save(directory, model=nn.Linear(2, 2), step=0, group=group, part=part)
+    except CheckpointError as exc:
+        return str(exc)
+    return ""
+
+
+def test_a_state_that_one_rank_cannot_store_is_an_error_on_all(procs, tmp_path):
+    for text in procs(2, _fail_on_rank_1, str(tmp_path)):
+        assert "which a checkpoint cannot store" in text
+
+
+def _load_into(group: Group, directory: str, saved: type[nn.Module], here: type[nn.Module]) -> str:
+    braid.save(directory, model=nn.Sequential(saved()), step=0, group=group)
+    try:
+        braid.load(directory, model=nn.Sequential(here()), group=group)
+    except CheckpointError as exc:
+        return str(exc)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("saved", "here", "text"),
+    [
+        (Scaled, Block, "has extra states of modules"),
+        (Block, Scaled, "has no state of extra_states"),
+    ],
+)
+def test_extra_states_need_a_module_and_modules_need_their_states(
+    procs, tmp_path, saved, here, text
+):
+    (said,) = procs(1, _load_into, str(tmp_path), saved, here)
+    assert text in said
