@@ -140,7 +140,7 @@ def _recorded(place: int, send: Callable[..., None], rows: list[Row]) -> Callabl
         name, *text = type(message).__name__, ""
         if isinstance(message, Call | CallReply):
             text = [str(each) for each in message.body.specs]
-            text += ["edge"] * (message.edge is not None and message.edge.number.number >= 0)
+            text += ["edge"] * (message.edge is not None and message.edge.number >= 0)
         if isinstance(message, Call):
             text = [message.function.removeprefix("braid.rpc."), *text]
         kind = name if isinstance(message, Call | CallReply | Raised) else "other"

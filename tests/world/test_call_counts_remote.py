@@ -65,6 +65,7 @@ def test_a_remote_call_and_its_answer_make_few_calls_at_the_caller():
 
 
 def _divides(group: Group, num_pairs: int) -> CallCounts:
+    torch.manual_seed(0)  # ranks need equal parameters
     plan = {str(i): "row" if i % 2 else "column" for i in range(2 * num_pairs)}
     nets = [nn.Sequential(*(nn.Linear(8, 8) for _ in plan)) for _ in range(10)]
     return _fewest([count_calls(lambda net=net: parallelize(net, group, plan)) for net in nets])
@@ -77,5 +78,5 @@ def _own(counts: CallCounts) -> int:
 
 def test_parallelize_makes_few_calls_and_as_many_for_each_layer(procs):
     few, many = (_fewest(procs(2, _divides, num_pairs)) for num_pairs in (1, 2))
-    assert _own(few) <= 148, few.by_function
+    assert _own(few) <= 154, few.by_function
     assert _own(many) - _own(few) <= 112, many.by_function

@@ -45,7 +45,7 @@ class ExtraStates:
     """Extra states of a model's modules, which `get_extra_state` returns, as one object."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules: dict[str, Any] = {
+        self._by_name: dict[str, Any] = {
             name: module
             for name, module in model.named_modules()
             if type(module).get_extra_state is not nn.Module.get_extra_state
@@ -53,21 +53,21 @@ class ExtraStates:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the extra states by the names of their modules."""
-        return {name: module.get_extra_state() for name, module in self._modules.items()}
+        return {name: module.get_extra_state() for name, module in self._by_name.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set the extra states."""
-        if state.keys() != self._modules.keys():
-            msg = f"the modules with extra states were {sorted(state)}, not {sorted(self._modules)}"
+        if state.keys() != self._by_name.keys():
+            msg = f"the modules with extra states were {sorted(state)}, not {sorted(self._by_name)}"
             raise ValueError(msg)
-        for name, module in self._modules.items():
+        for name, module in self._by_name.items():
             module.set_extra_state(state[name])
 
     @classmethod
     def beside(cls, parts: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
         """Return the objects with the model's extra states, if it has any, as a further object."""
         extra = cls(model)
-        return {**parts, EXTRA: extra} if extra._modules else dict(parts)
+        return {**parts, EXTRA: extra} if extra._by_name else dict(parts)
 
 
 class PartStates:

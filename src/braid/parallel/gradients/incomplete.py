@@ -239,7 +239,7 @@ def _another_part(what: str, there: str, here: str) -> str:
     return (
         f"this {what} has the part {there!r} of a model, but this rank has "
         f"{f'the part {here!r}' if here else 'the whole model'}: save and load each part in a "
-        "separate file, on its rank, or use braid.save, whose checkpoints any ranks can load"
+        "separate file, on its rank, or save a checkpoint by braid.save, which any ranks can load"
     )
 
 
@@ -288,8 +288,11 @@ def _warning_of_shards(reference: weakref.ref[nn.Module]) -> str:
 
 def _part_in(module: nn.Module) -> str:
     """Return the name of the part that a module's own parameters are; empty if they are whole."""
-    params = (param for param in own_parameters(module).values() if param is not None)
-    return next(filter(None, map(part_of, params)), "")
+    for param in own_parameters(module).values():
+        calls: PartOfModel | None = None if param is None else param.__dict__.get(PART)
+        if calls is not None:
+            return calls.part
+    return ""
 
 
 def _parts(module: nn.Module) -> list[nn.Parameter]:

@@ -22,7 +22,7 @@ class ReducerOptions:
     Attributes:
         caps: Size limits of buckets.
         wire: Format in which float32 gradients cross a network; None for no conversion.
-        gradient_accumulation_steps: Number of backwards whose gradients are added before they are
+        gradient_accumulation_steps: Number of backwards with gradients to add before they are
             averaged.
         static_graph: Whether every backward uses the same parameters the same number of times. A
             gradient may then arrive in parts.

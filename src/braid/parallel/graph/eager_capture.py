@@ -174,7 +174,7 @@ def _check_tensors(one: _CapturedRun, other: _CapturedRun) -> None:
 
 @contextmanager
 def kept_as_it_was(model: nn.Module, tensors: list[torch.Tensor]) -> Iterator[None]:
-    """Return a context whose end restores the model's modes and buffers, and random generators.
+    """Return a context that finally restores the model's modes and buffers, and random generators.
 
     The generators are those of the CPU and of the devices of `tensors`.
     """

@@ -123,8 +123,8 @@ def _refuse_old(
     if place := metadata.get(MADE_BY):
         msg = (
             f"this state dict has old values of {prefix.rstrip('.')}, since {place} made it, which "
-            "does not train this layer: save and load a separate file on each rank, or use "
-            "braid.save, whose checkpoints any ranks can load"
+            "does not train this layer: save and load a separate file on each rank, or save a "
+            "checkpoint by braid.save, which any ranks can load"
         )
         raise ConfigError(msg)
 

@@ -59,7 +59,7 @@ class AveragingOptimizer:
         optimizer: Any `torch.optim.Optimizer`.
         named_parameters: Names for messages, such as `model.named_parameters()`; None uses numbers.
         process_group: See `DistributedDataParallel`.
-        gradient_accumulation_steps: Number of backwards whose gradients are added before they are
+        gradient_accumulation_steps: Number of backwards with gradients to add before they are
             averaged. An optimizer step before that averages the gradients so far, on all ranks;
             zeroing gradients before that restarts the count. Call `synchronize()` if gradients are
             read before such a step, for example by clipping or a `torch.amp.GradScaler`: a scaler

@@ -49,7 +49,7 @@ REDUCTIONS = ("mean", "sum", "none")
 
 
 class DataParallel(nn.Module):
-    """Module wrapper whose forwards use several devices.
+    """Module wrapper with forwards that use several devices.
 
     Attributes of the module can be read from the wrapper.
 
