@@ -123,6 +123,7 @@ def _hooked(group: Group, when: str, guilty: int | None) -> str:
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("guilty", [None, 1])
 @pytest.mark.parametrize("when", ["before wrapping", "after wrapping"])
+@pytest.mark.filterwarnings("ignore:.* parameters differ between ranks")
 def test_steps_in_hooks_of_the_program_are_refused_on_all_ranks(world, when, guilty, size):
     texts = world(size, _hooked, when, guilty)
     for rank, text in enumerate(texts):

@@ -1,15 +1,20 @@
-"""Bitwise comparison of parameters across ranks, by one checksum per parameter.
+"""Bitwise comparison of parameters and optimizers across ranks, by checksums.
 
 Replicas that should be equal can drift: a rank has changed a buffer, a kernel is not deterministic,
-a bit has flipped. Training does not show it until results are wrong. Comparing a checksum of each
-parameter from time to time finds the parameter and the ranks.
+a bit has flipped, an optimizer's state was loaded on rank 0 only. Training does not show it until
+results are wrong. Comparing a checksum of each parameter from time to time finds the parameter and
+the ranks. Data parallel training always compares in the first steps, where mistakes of a program
+show.
 """
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,11 +23,16 @@ from braid.comm import Group
 from braid.errors import MismatchError
 from braid.parallel.gradients.table import ParamRecord
 from braid.runtime.tensor_buffers import bytes_of
-from braid.types import first_few
+from braid.types import first_few, text_digest
 
-__all__ = ["checksum", "compare_values"]
+__all__ = ["EARLY", "checksum", "compare_optimizers", "compare_values", "warn_of_different"]
 
 NUM_COLUMNS = 509
+EARLY = (2, 20, 200)  # averagings before which the parameters should be equal
+STATES = (
+    "Load the same state of the optimizer on each rank, use the same learning rate, and change "
+    "parameters on all ranks alike"
+)
 
 RESUME = (
     "Resume from a checkpoint, and look for code that changes parameters outside of the optimizer, "
@@ -46,11 +56,17 @@ def compare_values(
 
     Cost: a pass over the parameters, and one all_gather of 8 bytes per parameter.
     """
+    if text := _difference(group, records, when, advice):
+        raise MismatchError(text)
+
+
+def _difference(group: Group, records: Sequence[ParamRecord], when: str, advice: str) -> str:
+    """Return a text about parameters that differ between members; empty if none do."""
     checksums = torch.tensor([checksum(record.param) for record in records], dtype=torch.int64)
     table = group.all_gather(checksums).view(group.size, -1)
     differ = (table != table[0]).any(0).nonzero().flatten().tolist()
     if not differ:
-        return
+        return ""
     lines = []
     for position in differ:
         column = table[:, position].tolist()
@@ -60,11 +76,68 @@ def compare_values(
         ]
         lines.append(f"  {records[position].name} on rank {', '.join(others)}")
     listed = first_few(lines, 5, "\n")
-    msg = (
+    return (
         f"{len(differ)} of {len(records)} parameters differ between ranks {when}:\n{listed}\n"
         f"{advice}"
     )
+
+
+def warn_of_different(group: Group, records: Sequence[ParamRecord], when: str) -> None:
+    """Warn if parameters do not have the same bits on all members; a collective.
+
+    Processors of different kinds may differ in the last bits, so this is no error.
+    """
+    if text := _difference(group, records, when, STATES):
+        warnings.warn(text, UserWarning, stacklevel=2)
+
+
+def compare_optimizers(
+    group: Group,
+    optimizer: torch.optim.Optimizer,
+    shapes: Mapping[torch.Tensor, torch.Size] | None = None,
+) -> None:
+    """Check that an optimizer has the same settings and states on all members; a collective.
+
+    Args:
+        group: Ranks with the same parameters.
+        optimizer: The optimizer.
+        shapes: Whole shapes of parameters that are divided over ranks. States of another shape are
+            parts, and not compared.
+
+    Raises:
+        MismatchError: Settings or states differ; raised on every member, with the first ones.
+
+    Cost: a pass over the states, and one all_gather of 8 bytes.
+    """
+    lines = [
+        f"settings of parameter group {number}: "
+        f"{ {key: _plain(value) for key, value in settings.items() if key != 'params'} }"
+        for number, settings in enumerate(optimizer.param_groups)
+    ]
+    params = [param for settings in optimizer.param_groups for param in settings["params"]]
+    for number, param in enumerate(params):
+        whole = (shapes or {}).get(param, param.shape)
+        state = optimizer.state.get(param, {})
+        tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+        if not any(x.dim() and x.shape != whole for x in tensors):
+            state = {key: _plain(value) for key, value in sorted(state.items())}
+            lines.append(f"state of parameter {number}: {state}")
+    digests = group.all_gather(torch.tensor([text_digest("\n".join(lines))], device="cpu"))
+    if not bool((digests != digests[0]).any()):
+        return
+    columns = zip_longest(*group.objects.all_gather(lines), fillvalue="nothing")
+    differing = next(column for column in columns if len(set(column)) > 1)
+    pairs = zip(group.ranks, differing, strict=True)
+    shown = "\n".join(f"  rank {rank}  {line}" for rank, line in pairs)
+    name = type(optimizer).__name__
+    msg = f"{name} has different settings or states on ranks, first:\n{shown}\n{STATES}"
     raise MismatchError(msg)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return f"{list(value.shape)} {checksum(value):08x}" if value.dim() else value.item()
+    return value
 
 
 def checksum(tensor: torch.Tensor) -> int:

@@ -50,6 +50,7 @@ from braid.parallel.expert_parallel import (
 )
 from braid.parallel.gradients import ParamRecord, ParamTable
 from braid.parallel.gradients.exact_norm import clip_counted_
+from braid.parallel.gradients.hashing import compare_optimizers
 from braid.parallel.graph import CapturedGraph
 from braid.parallel.hybrid.sharded_stages import ShardedStages
 from braid.parallel.hybrid.snapshot import HybridSnapshot
@@ -213,7 +214,14 @@ class HybridParallel:
         return list(self.pipeline.parameters())
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Replace an optimizer's parameters by this rank's shards, and shard its states."""
+        """Replace an optimizer's parameters by this rank's shards, and shard its states.
+
+        A collective. The optimizer is one of the whole model, and the same on all ranks.
+
+        Raises:
+            MismatchError: The optimizer has different settings or states on the ranks.
+        """
+        compare_optimizers(self._group, optimizer, self._shapes)
         divide_states(optimizer, self._shapes, self._tensor)
         for param, state in optimizer.state.items() if self._experts.size > 1 else ():
             for name, value in state.items():

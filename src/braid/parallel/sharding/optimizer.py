@@ -17,6 +17,7 @@ from torch import nn
 
 from braid.errors import ConfigError, raise_all
 from braid.parallel.gradients.grad_scaler import AgreedGradScaler
+from braid.parallel.gradients.hashing import compare_optimizers
 from braid.parallel.gradients.incomplete import check_steps, engines_of
 from braid.parallel.gradients.optimizer_in_place import refuse_copy
 from braid.parallel.gradients.optimizer_kinds import kind_of_optimizer, refusal_of_optimizer
@@ -110,12 +111,17 @@ def attach(
     Raises:
         ConfigError: The optimizer cannot be sharded in this way, or has parameters that the engine
             has not sharded.
+        MismatchError: The optimizer has different settings or states on the ranks.
     """
     _check(sharding, optimizer, whole)
     places = {}
+    shapes: dict[torch.Tensor, torch.Size] = {}
     for flat in sharding.flats:
         for index, record in enumerate(flat.records):
             places[id(record.param)] = places[id(flat.owned[index])] = (flat, index)
+            shapes[record.param] = shapes[flat.owned[index]] = flat.shapes[index]
+    for ranks in sharding.places.groups:
+        compare_optimizers(ranks, optimizer, shapes)
     for group in optimizer.param_groups:
         group["params"] = [
             flat.owned[index] for flat, index in (places[id(p)] for p in group["params"])

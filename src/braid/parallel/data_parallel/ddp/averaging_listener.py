@@ -36,7 +36,7 @@ from braid.parallel.gradients import (
     RankState,
     ReducerListener,
 )
-from braid.parallel.gradients.hashing import compare_values
+from braid.parallel.gradients.hashing import EARLY, compare_values, warn_of_different
 
 __all__ = ["AveragingListener", "MakeOptimizer"]
 
@@ -86,6 +86,7 @@ class AveragingListener(ReducerListener):
         first_batch: Checks of the first batch; None once it has been checked.
         active_ranks: Group ranks that had input in the last step.
         optimizers: Optimizers of single parameters by name, for steps inside of backward.
+        has_hook: Whether a communication hook averages.
     """
 
     joinable: weakref.ref[Joinable]
@@ -98,6 +99,7 @@ class AveragingListener(ReducerListener):
     first_batch: FirstBatch | None
     active_ranks: list[int] = field(init=False)
     optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
+    has_hook: bool = False
     _make_optimizer: MakeOptimizer | None = None
     _has_adopted: bool = False
     _join_notice: Work | None = None
@@ -178,14 +180,18 @@ class AveragingListener(ReducerListener):
                 root = self.active_ranks[0]
                 self.buffers.finish(root, changed=outcome.status.num_buffers_used > 0)
         # ranks that have joined have not taken the last steps
+        when = f"before the optimizer's step {outcome.number}"
+        is_complete = len(self.active_ranks) == len(states)
         due = self.hash_every and outcome.number % self.hash_every == 0
-        if due and len(self.active_ranks) == len(states):
-            when = f"before the optimizer's step {outcome.number}"
+        if due and is_complete:
             compare_values(self.group, self.table.records, when)
         handle_nonfinite(outcome, self.group.ranks, self.handler)
         if self.first_batch is not None:
             first, self.first_batch = self.first_batch, None
             first.report(is_weighted=outcome.status.num_weighted > 0)
+        # a hook may average over some ranks only
+        if outcome.number in EARLY and is_complete and not self.has_hook and not due:
+            warn_of_different(self.group, self.table.records, when)
         self.warnings.check(outcome)  # last: a filter may make it an error
 
 

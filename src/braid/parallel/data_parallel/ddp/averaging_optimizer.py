@@ -43,6 +43,7 @@ from braid.parallel.gradients import (
     ReducerListener,
     ReducerOptions,
 )
+from braid.parallel.gradients.hashing import compare_optimizers
 from braid.parallel.gradients.lost_requests import reclaim_lost_requests
 from braid.parallel.gradients.optimizer_in_place import ChangedOptimizer, change_in_place
 from braid.parallel.gradients.process_groups import group_of
@@ -74,7 +75,7 @@ class AveragingOptimizer:
     Raises:
         ConfigError: Parameters without a name, or names of other parameters; no group; an optimizer
             that averages already.
-        MismatchError: Parameters differ between ranks.
+        MismatchError: Parameters, or settings or states of the optimizer, differ between ranks.
 
     The optimizer gets `synchronize()`, `no_sync()` and `close()`. Gradients are averaged when
     backward ends. Only if all parameters are in re-entrant checkpoints, call `synchronize()` before
@@ -111,6 +112,7 @@ class AveragingOptimizer:
         )
         if init_sync:
             table.make_equal(group, arguments_in_common(options, nonfinite))
+            compare_optimizers(group, optimizer)
             reclaim_lost_requests(group)
         listener = _Listener(group.ranks, handler)
         # a hook: schedulers created earlier would bypass a method `step`

@@ -232,6 +232,7 @@ class DistributedDataParallel(TorchNames, CopyableWrapper):
         self._reducer = GradientReducer(group, table, options, self._listener, agree=agree)
         if self._comm_hook is not None:
             self._reducer.use_hook((None, self._comm_hook))
+            self._listener.has_hook = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module."""
@@ -301,7 +302,7 @@ class DistributedDataParallel(TorchNames, CopyableWrapper):
         if self._comm_hook is not None or self._settings.hook is not None:
             raise ConfigError(ONE_HOOK)
         self._reducer.use_hook((state, hook))
-        self._comm_hook = hook
+        self._comm_hook, self._listener.has_hook = hook, True
 
     def step_in_backward(self, optimizer: MakeOptimizer) -> dict[str, torch.optim.Optimizer]:
         """Take the optimizer's step inside of backward, bucket by bucket.

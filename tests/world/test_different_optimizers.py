@@ -1,0 +1,99 @@
+"""Optimizers that differ between ranks, by a state that only rank 0 has loaded or another learning rate, are named."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+
+import pytest
+import torch
+
+import braid
+from braid.comm import Group
+from braid.errors import MismatchError
+from braid.parallel import data_parallel, sharding
+from braid.parallel.hybrid import HybridParallel
+from engine_habits import PLAN, Net, batch, loss_of
+
+pytestmark = pytest.mark.procs
+
+
+def optimizer_of(model: Net, group: Group, mistake: str) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    if mistake == "a state on rank 0" and not group.rank:
+        for param in model.parameters():
+            optimizer.state[param]["momentum_buffer"] = torch.ones_like(param)
+    if mistake == "another rate":
+        optimizer.param_groups[0]["lr"] *= 1 + group.rank
+    return optimizer
+
+
+def _wrap(group: Group, engine: str, mistake: str) -> str:
+    model = Net()
+    optimizer = optimizer_of(model, group, mistake)
+    kind, *rest = engine.split()
+    try:
+        if kind == "averaging":
+            data_parallel.AveragingOptimizer(optimizer, process_group=group)
+        elif kind == "stage":
+            stage = int(rest[0])
+            sharding.shard_optimizer(optimizer, model, process_group=group, stage=stage)
+        else:
+            mesh, stage = rest
+            plan = PLAN if "tp" in mesh else None
+            layers = list(model.blocks)
+            hybrid = HybridParallel(model, mesh, group, layers=layers, plan=plan, shard=int(stage))
+            hybrid.attach(optimizer)
+    except MismatchError as exc:
+        return str(exc)
+    return ""
+
+
+ENGINES = (
+    *("averaging", "stage 1", "stage 2", "stage 3", "mesh dp=2 0", "mesh dp=2 1", "mesh dp=2 3"),
+    *("mesh pp=2 0", "mesh pp=2 1", "mesh tp=2 0"),
+)
+SAID = {
+    "none": "",
+    "a state on rank 0": "rank 1  state of parameter 0: {}",
+    "another rate": "rank 1  settings of parameter group 0: {'lr': 0.1,",
+}
+
+
+def _wrap_all(group: Group, mistake: str) -> dict[str, str]:
+    torch.set_num_threads(1)
+    return {engine: _wrap(group, engine, mistake) for engine in ENGINES}
+
+
+@pytest.mark.parametrize("mistake", SAID)
+def test_an_engine_with_an_optimizer_compares_it_first(procs, mistake):
+    for rank in procs(2, _wrap_all, mistake):
+        for engine, text in rank.items():
+            assert bool(text) == bool(SAID[mistake]), engine
+            assert SAID[mistake] in text, engine
+
+
+def _train(group: Group, mistake: str) -> list[str]:
+    torch.set_num_threads(1)
+    model = Net()
+    optimizer = optimizer_of(model, group, mistake)
+    wrapper = braid.DistributedDataParallel(model, process_group=group)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(3):
+            loss_of(wrapper(batch(step, group.rank))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("mistake", SAID)
+def test_data_parallel_training_compares_parameters_after_the_first_step(procs, mistake):
+    for said in procs(2, partial(_train, mistake=mistake)):
+        if mistake == "none":
+            assert not said
+            continue
+        (text,) = said
+        assert text.startswith("16 of 16 parameters differ between ranks before the optimizer's")
+        assert "blocks.0.up.weight on rank 1" in text
+        assert "same learning rate" in text
