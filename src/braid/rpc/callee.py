@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
+
 from braid.errors import CommTimeout
 from braid.rpc.autograd.contexts import Contexts
 from braid.rpc.bodies import Packed, tensors_of
@@ -130,7 +132,8 @@ class Callee:
         enter(scope)
         if call.edge is None:
             return self._result(call, delivery, sender, scope)
-        with self.contexts.entered(call.edge):
+        self.contexts.enter(call.edge)
+        with torch.set_grad_enabled(call.edge.is_recording):
             return self._result(call, delivery, sender, scope)
 
     def _result(self, call: Call, delivery: Delivery, sender: int, scope: Scope) -> Any:
@@ -202,8 +205,7 @@ class Callee:
             packed = self.codec.pack(value, sender, "the result")
             edge = None
             if call.edge is not None:
-                with self.contexts.entered(call.edge):
-                    edge = self.contexts.outgoing(packed.tensors, sender)
+                edge = self.contexts.outgoing(packed.tensors, sender, call.edge)
             self._reply(delivery, sender, packed, edge)
         except BaseException as exc:  # noqa: BLE001 - the caller must receive any error
             return exc

@@ -22,7 +22,7 @@ import torch
 from braid.errors import ConfigError
 from braid.rpc import optimizer_checkpoints
 from braid.rpc.api import remote
-from braid.rpc.autograd.accumulation import PARAM_LOCKS
+from braid.rpc.autograd.accumulation import PARAM_LOCKS, held
 from braid.rpc.current import current_agent
 from braid.rpc.names import register
 from braid.rpc.references import RRef, call_methods
@@ -51,12 +51,13 @@ class _LocalOptimizer:
             raise ConfigError(msg)
         self.optimizer = make(local, **kwargs)
         self.params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self.locks = PARAM_LOCKS.of(self.params)
         self.schedulers: list[torch.optim.lr_scheduler.LRScheduler] = []
 
     def step(self, context_id: int, scale: float = 1.0) -> None:
         """Step with the gradients of a context, multiplied by `scale`."""
         gradients = current_agent().contexts.get(context_id).gradients
-        with PARAM_LOCKS.held(self.params):
+        with held(self.locks):
             kept = [p.grad for p in self.params]
             for p in self.params:
                 grad = gradients.get(p)
@@ -98,7 +99,7 @@ class _LocalOptimizer:
 
     def schedule_step(self, number: int, args: Sequence[Any]) -> list[float]:
         """Step the scheduler with a number; return the learning rates of the groups."""
-        with PARAM_LOCKS.held(self.params):
+        with held(self.locks):
             self.schedulers[number].step(*args)
         return self.learning_rates(number)
 
@@ -116,7 +117,7 @@ class _LocalOptimizer:
 
     def export(self) -> optimizer_checkpoints.Part:
         """Return parameters, their states and the settings of their groups."""
-        with PARAM_LOCKS.held(self.params):
+        with held(self.locks):
             return optimizer_checkpoints.Part(
                 [p.detach().clone() for p in self.params],
                 [dict(self.optimizer.state.get(p, {})) for p in self.params],
@@ -129,7 +130,7 @@ class _LocalOptimizer:
 
     def restore(self, part: optimizer_checkpoints.Part) -> None:
         """Load the result of `export`."""
-        with PARAM_LOCKS.held(self.params), torch.no_grad():
+        with held(self.locks), torch.no_grad():
             groups = self.optimizer.state_dict()["param_groups"]
             groups = [{**old, **new} for old, new in zip(groups, part.settings, strict=True)]
             states = {n: state for n, state in enumerate(part.states) if state}
@@ -143,7 +144,7 @@ class _LocalOptimizer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state."""
-        with PARAM_LOCKS.held(self.params):
+        with held(self.locks):
             self.optimizer.load_state_dict(state)
 
 

@@ -26,6 +26,7 @@ __all__ = [
     "HookGroup",
     "accumulated",
     "has_hooks",
+    "held",
     "hook_groups",
     "in_own_memory",
     "run_hooks",
@@ -39,21 +40,26 @@ class ParamLocks:
         self._guard = threading.Lock()
         self._locks = WeakTensorKeyDictionary()
 
-    @contextlib.contextmanager
-    def held(self, params: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Hold the locks of parameters in the block; all callers acquire them in the same order."""
+    def of(self, params: Sequence[torch.Tensor]) -> list[threading.Lock]:
+        """Return the locks of parameters, in the order in which all callers acquire them."""
         with self._guard:
             for p in params:
                 if p not in self._locks:
                     self._locks[p] = threading.Lock()
             locks = {id(p): self._locks[p] for p in params}
-        with contextlib.ExitStack() as stack:
-            for key in sorted(locks):
-                stack.enter_context(locks[key])
-            yield
+        return [locks[key] for key in sorted(locks)]
 
 
 PARAM_LOCKS = ParamLocks()
+
+
+@contextlib.contextmanager
+def held(locks: Sequence[threading.Lock]) -> Iterator[None]:
+    """Hold locks of parameters in the block."""
+    with contextlib.ExitStack() as stack:
+        for lock in locks:
+            stack.enter_context(lock)
+        yield
 
 
 @dataclass(slots=True, eq=False)
@@ -151,7 +157,7 @@ def accumulated(
     for group in hook_groups(leaves):
         members |= {id(member): member for ref in group.members if (member := ref()) is not None}
     changed = list(members.values())
-    with PARAM_LOCKS.held(changed):
+    with held(PARAM_LOCKS.of(changed)):
         before = [(leaf, leaf.grad, _copied(leaf.grad)) for leaf in changed]
         for leaf in changed:
             leaf.grad = hooked[leaf] if leaf in hooked else _copied(known.get(leaf))

@@ -7,11 +7,10 @@ gradients of several local backwards sum to the gradients of a single one.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import get_args
@@ -143,15 +142,9 @@ class Contexts:
         with self._lock:
             return tuple(self._contexts)
 
-    @contextlib.contextmanager
-    def entered(self, edge: AutogradEdge) -> Iterator[None]:
-        """Run the block in the context that is named by `edge`, the edge of a received call."""
-        token = _CURRENT.set(edge.context)
-        try:
-            with torch.set_grad_enabled(edge.is_recording):
-                yield
-        finally:
-            _CURRENT.reset(token)
+    def enter(self, call: AutogradEdge) -> None:
+        """Make the context of a received call the current one, in this `contextvars` context."""
+        _CURRENT.set(call.context)
 
     def release(self, number: int, sender: int | None = None) -> None:
         """Release the context `number` here, and on all nodes that this node knows to have it.
@@ -166,16 +159,19 @@ class Contexts:
 
     # -- recording
 
-    def outgoing(self, tensors: Sequence[torch.Tensor], to: int) -> AutogradEdge | None:
+    def outgoing(
+        self, tensors: Sequence[torch.Tensor], to: int, call: AutogradEdge | None = None
+    ) -> AutogradEdge | None:
         """Record the tensors of a message to node `to`, and return the message's edge in the graph.
 
-        Returns None if this thread has no context.
+        The message belongs to the context of a received `call` that it answers; of this thread when
+        None. Returns None if there is no context.
         """
-        number = _CURRENT.get()
+        number = _CURRENT.get() if call is None else call.context
         context = None if number < 0 else self._known(number)
         if context is None:
             return None
-        is_recording = torch.is_grad_enabled()
+        is_recording = torch.is_grad_enabled() if call is None else call.is_recording
         places = [n for n, tensor in enumerate(tensors) if tensor.requires_grad and is_recording]
         with context.lock:
             context.state.met(to)
