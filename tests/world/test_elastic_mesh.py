@@ -459,13 +459,24 @@ def test_layers_that_are_frozen_by_eval_stay_so_on_the_next_mesh(monkeypatch):
     assert set(modes) == {(False, True)}
 
 
-def test_an_optimizer_of_another_model_is_refused():
+def test_an_optimizer_of_another_model_and_extra_states_are_refused():
     def built() -> tuple[nn.Module, torch.optim.Optimizer]:
         return nn.Linear(2, 1), torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1)
 
     none = {"layers": None, "clip": None, "copies": True, "options": {}}
     with pytest.raises(ConfigError, match="has 2 parameters that are not the model's"):
         MeshReplica(built, lambda _: Mesh.parse("dp=1"), **none)
+
+    class Counting(nn.Linear):
+        def get_extra_state(self) -> int:
+            return 1
+
+    def counting() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(Counting(2, 1))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    with pytest.raises(ConfigError, match="0 has an extra state, which new ranks do not receive"):
+        MeshReplica(counting, lambda _: Mesh.parse("dp=1"), **none)
 
 
 def test_initial_values_are_left_out_where_others_follow():

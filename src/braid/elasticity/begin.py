@@ -16,7 +16,7 @@ from braid.elasticity.mesh import Build, MeshReplica
 from braid.elasticity.mesh_choice import mesh_chooser
 from braid.elasticity.replica import WholeModel
 from braid.elasticity.saving import TrainingCheckpoints
-from braid.elasticity.state_transfer import Stateful, TrainingState
+from braid.elasticity.state_transfer import Stateful, TrainingState, refuse_extra_states
 from braid.elasticity.training import ElasticTraining
 from braid.errors import ConfigError, below, raise_all
 from braid.parallel.expert_parallel import is_of_experts
@@ -116,13 +116,7 @@ def elastic(
     """
     raise_all(_check_options(shards, verify, replace_slow))
     require_rule(batch_per_rank, shards)
-    for name, module in model.named_modules():
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            msg = (
-                f"{name or 'the model'} has an extra state, which new ranks do not receive: remove "
-                "get_extra_state()"
-            )
-            raise ConfigError(msg)
+    refuse_extra_states(model)
     if division := _division_of(model, optimizer):
         msg = (
             f"{type(model).__name__} is divided among ranks ({division}), and braid.elastic takes "

@@ -52,6 +52,7 @@ from braid.elasticity.state_transfer import (
     broadcast_values,
     check_same_training,
     compare_others,
+    refuse_extra_states,
 )
 from braid.elasticity.weight_digest import WeightBox, weight_digest
 from braid.errors import CheckpointError, ConfigError
@@ -232,6 +233,7 @@ class MeshReplica:
 
     def _made(self) -> TrainingState:
         model, optimizer, *others = self._build()
+        refuse_extra_states(model)
         strangers = {p for group in optimizer.param_groups for p in group["params"]}
         strangers -= set(model.parameters())
         if strangers:

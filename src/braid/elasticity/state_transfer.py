@@ -43,6 +43,7 @@ __all__ = [
     "compare_others",
     "fingerprint",
     "refuse_changes",
+    "refuse_extra_states",
     "transfer",
 ]
 
@@ -72,6 +73,17 @@ class TrainingState(NamedTuple):
     model: nn.Module
     optimizer: torch.optim.Optimizer
     others: Mapping[str, Stateful]
+
+
+def refuse_extra_states(model: nn.Module) -> None:
+    """Raise if a module has an extra state, which forwards on other ranks may change."""
+    for name, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            msg = (
+                f"{name or 'the model'} has an extra state, which new ranks do not receive: remove "
+                "get_extra_state()"
+            )
+            raise ConfigError(msg)
 
 
 class Received(Checkpoint):
