@@ -329,3 +329,26 @@ def test_a_captured_model_with_skips_and_frozen_weights(world):
         own |= state
     torch.testing.assert_close(own, dict(model.state_dict()))
     assert torch.equal(own["second.weight"], Skipping().second.weight)
+
+
+def _loads_the_state_of_rank_0(group: Group) -> str:
+    model = nn.Sequential(
+        *(nn.utils.skip_init(nn.Linear, 4, 4) for _ in range(2))  # ranks share the generator
+    )
+    for param in model.parameters():
+        param.data.fill_(0.1)
+    pipeline = AsynchronousPipeline(model, SGD, group=group)
+    data = [(torch.ones(2, 4), torch.ones(2, 4))] * 4
+    pipeline.train_on(iter(data), count=4, loss=nn.functional.mse_loss)
+    state = group.objects.broadcast(pipeline.optimizer.state_dict(), allow_pickle=True)
+    try:
+        pipeline.optimizer.load_state_dict(state)
+    except ConfigError as exc:
+        return str(exc)
+    return ""
+
+
+def test_a_state_of_another_stage_is_refused(world):
+    first, second = world(2, _loads_the_state_of_rank_0)
+    assert not first
+    assert "has the part 'pipeline stage 0 of 2' of a model, but this rank" in second

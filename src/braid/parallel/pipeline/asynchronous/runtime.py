@@ -33,6 +33,7 @@ from torch.optim import Optimizer
 from braid.comm import Group
 from braid.comm.autograd.recompute_policy import RecomputePolicy
 from braid.errors import CommError, ConfigError
+from braid.parallel.gradients.incomplete import note_incomplete
 from braid.parallel.gradients.weight_versions import WeightVersions
 from braid.parallel.graph import CapturedGraph
 from braid.parallel.pipeline.asynchronous.stream import MicrobatchStream
@@ -185,6 +186,9 @@ class AsynchronousPipeline(nn.Module):
         else:
             self._replicas = Replicas(self._stages, None)
         self.optimizer = make_optimizer(self._params)
+        if len(counts) > 1:  # state dicts name the stage
+            part = f"pipeline stage {self.stage} of {len(counts)}"
+            note_incomplete(self, lambda own: own._params, lambda *_: "", part)  # noqa: SLF001
         self.other_layers = OtherLayers(parts, self._placement, group.rank)
         for layer in own_layers:
             register(self, layer)
