@@ -97,3 +97,35 @@ def test_data_parallel_training_compares_parameters_after_the_first_step(procs, 
         assert text.startswith("16 of 16 parameters differ between ranks before the optimizer's")
         assert "blocks.0.up.weight on rank 1" in text
         assert "same learning rate" in text
+
+
+def _grouped_by_dims(group: Group, early: bool) -> list[str]:
+    """Groups for weight decay as many programs choose them, before or after the model is sharded."""
+    model = Net()
+
+    def optimizer_of(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        matrices = [param for param in params if param.dim() >= 2]
+        rest = [param for param in params if param.dim() < 2]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups)
+
+    if early:
+        optimizer, call = optimizer_of(list(model.parameters())), model
+        sharding.shard_optimizer(optimizer, model, process_group=group, stage=3)
+    else:
+        call = braid.FullyShardedDataParallel(model, group)
+        optimizer = optimizer_of(list(call.parameters()))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(2):
+            loss_of(call(batch(step, group.rank))).backward()
+            optimizer.step()
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_groups_by_dims_of_flat_pieces_are_named(procs, early):
+    for said in procs(2, _grouped_by_dims, early):
+        assert [text.partition(".")[0] for text in said] == [
+            "AdamW has a parameter group without parameters"
+        ] * (not early)

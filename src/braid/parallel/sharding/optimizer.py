@@ -34,6 +34,8 @@ __all__ = [
     "shard_optimizer",
 ]
 
+_WARNED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # of an empty group
+
 
 def needs_whole(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer needs whole parameters, because it uses shapes or norms.
@@ -191,6 +193,17 @@ def _check_step(engine: Sharding, optimizer: torch.optim.Optimizer) -> None:
             "sharding.shard_optimizer(optimizer, model, stage=3) instead of wrapping"
         )
         raise ConfigError(msg)
+    is_flat = any(owned.dim() < len(record.spec.shape) for record, owned in engine.owned())
+    has_empty = not all(settings["params"] for settings in optimizer.param_groups)
+    if is_flat and has_empty and optimizer not in _WARNED:
+        _WARNED.add(optimizer)
+        warnings.warn(
+            f"{name} has a parameter group without parameters. Parameters of a sharded model are "
+            "flat pieces, so param.dim() is 1 for each of them: choose groups by the names of "
+            "parameters, or before the model is sharded, and then call shard_optimizer",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
 class ShardedGradScaler(AgreedGradScaler):
