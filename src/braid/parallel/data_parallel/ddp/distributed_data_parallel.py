@@ -101,7 +101,8 @@ class DistributedDataParallel(TorchNames, CopyableWrapper):
             parameters on a GPU, "warn" reports one step late, so that no step waits for the GPU.
             With steps inside of backward it is not late.
         check_all: Whether to check every number for NaN and infinity, not one per gradient.
-        hash_every: Compare parameters of all ranks after every n-th averaging; never when 0.
+        hash_every: Compare parameters of all ranks after every n-th averaging, and raise if they
+            differ. When 0, they are compared before the steps 2, 20 and 200, with a warning.
         hook: Name of a communication hook, such as "bf16", "topk:0.01" or "powersgd:rank=2"
             (`hooks.hook_of`).
 
