@@ -188,7 +188,7 @@ class AsynchronousPipeline(nn.Module):
         self.optimizer = make_optimizer(self._params)
         if len(counts) > 1:  # state dicts name the stage
             part = f"pipeline stage {self.stage} of {len(counts)}"
-            note_incomplete(self, lambda own: own._params, lambda *_: "", part)  # noqa: SLF001
+            note_incomplete(self, lambda pipeline: pipeline._params, lambda *_: "", part)  # noqa: SLF001
         self.other_layers = OtherLayers(parts, self._placement, group.rank)
         for layer in own_layers:
             register(self, layer)
