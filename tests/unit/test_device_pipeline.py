@@ -6,6 +6,8 @@ import copy
 import pickle
 import threading
 import time
+from collections import defaultdict, deque
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from braid.comm.autograd import checkpoint, recompute_layers
 from braid.errors import BraidError, ConfigError
 from braid.parallel.pipeline import DevicePipeline
 from braid.parallel.pipeline.deferred_batch_norm import DeferredBatchNorm
+from braid.parallel.pipeline.local_carrier import LocalWire
 from braid.parallel.pipeline.recomputing import is_checkpointing, is_recomputing
 from braid.parallel.pipeline.skip import Namespace, pop, skippable, stash
 from support.seeded import filled
@@ -360,3 +363,21 @@ def test_a_stage_may_begin_with_a_module_that_works_in_place(recompute):
     model(batch()).square().sum().backward()
     for own, param in zip(pipeline.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(own.grad, param.grad)
+
+
+def test_a_message_that_comes_while_its_queue_is_made_is_not_lost():
+    wire = LocalWire([torch.device("cpu")] * 2)
+
+    def slow() -> deque[Any]:
+        time.sleep(0.05)
+        return deque()
+
+    wire._lines = defaultdict(slow)
+    with ThreadPoolExecutor(1) as pool:
+        received = pool.submit(wire.get, 0, 1, 0)
+        time.sleep(0.01)
+        wire.put(0, 1, 0, "value")
+        try:
+            assert received.result(5.0) == "value"
+        finally:
+            wire.abort("the test is over")

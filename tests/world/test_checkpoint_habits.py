@@ -11,7 +11,9 @@ from torch import nn
 
 import braid
 from braid.comm import Group
-from braid.errors import CheckpointError
+from braid.errors import CheckpointError, ConfigError
+from braid.parallel import sharding
+from braid.parallel.hybrid import HybridParallel
 from checkpoint_habits import KINDS, Scaled, problems
 from engine_habits import Block
 
@@ -86,6 +88,73 @@ def test_a_state_that_one_rank_cannot_store_is_an_error_on_all(procs, tmp_path):
         assert "which a checkpoint cannot store" in text
 
 
+def _save_different(group: Group, directory: str) -> str:
+    parts = {"first" if group.rank else "second": Counted(0, torch.ones(1))}
+    try:
+        braid.save(directory, model=nn.Linear(2, 2), step=0, group=group, **parts)
+    except ConfigError as exc:
+        return str(exc)
+    return ""
+
+
+def test_ranks_save_the_same_objects(procs, tmp_path):
+    for text in procs(2, _save_different, str(tmp_path)):
+        assert "ranks save different objects (second on rank 0; first on rank 1)" in text
+
+
+class Counting(Block):
+    """A block that counts its forwards in an extra state."""
+
+    count = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return super().forward(x)
+
+    def get_extra_state(self) -> int:
+        return self.count
+
+    def set_extra_state(self, state: int) -> None:
+        self.count = state
+
+
+def _count_on_stages(group: Group, directory: str) -> str:
+    model = nn.Sequential(Counting(), Counting())
+    hybrid = HybridParallel(model, "pp=2", group, num_microbatches=2)
+    x = torch.ones(4, 4)
+    hybrid.step(x, x, loss=nn.functional.mse_loss)
+    try:
+        braid.save(directory, model=hybrid, step=0, group=group)
+    except ConfigError as exc:
+        return str(exc)
+    return ""
+
+
+def test_extra_states_that_forwards_change_on_stages_are_refused(procs, tmp_path):
+    for text in procs(2, _count_on_stages, str(tmp_path)):
+        assert "differ between the ranks of a pipeline" in text
+
+
+def _rate_of_one_element(group: Group, directory: str) -> float:
+    def begin(rate: float) -> tuple[Any, torch.optim.Optimizer]:
+        model = Block()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor([rate]), foreach=False)
+        sharding.shard_optimizer(optimizer, model, process_group=group, stage=1)
+        return model, optimizer
+
+    model, optimizer = begin(0.25)
+    braid.save(directory, model=model, optimizer=optimizer, step=0, group=group)
+    model, optimizer = begin(0.5)
+    braid.load(directory, model=model, optimizer=optimizer, group=group)
+    rate: torch.Tensor = optimizer.param_groups[0]["lr"]
+    assert rate.shape == (1,)
+    return rate.item()
+
+
+def test_a_rate_of_one_element_is_saved(procs, tmp_path):
+    assert procs(2, _rate_of_one_element, str(tmp_path)) == [0.25, 0.25]
+
+
 def _load_into(group: Group, directory: str, saved: type[nn.Module], here: type[nn.Module]) -> str:
     braid.save(directory, model=nn.Sequential(saved()), step=0, group=group)
     try:
@@ -99,7 +168,7 @@ def _load_into(group: Group, directory: str, saved: type[nn.Module], here: type[
     ("saved", "here", "text"),
     [
         (Scaled, Block, "has extra states of modules"),
-        (Block, Scaled, "has no state of extra_states"),
+        (Block, Scaled, "has no extra states of modules, but 0 have get_extra_state()"),
     ],
 )
 def test_extra_states_need_a_module_and_modules_need_their_states(

@@ -791,3 +791,27 @@ def test_a_language_model_in_two_processes_learns(tmp_path):
     first, last = (float(each.split()[0]) for each in shown.split("loss ")[1:3])
     assert first > 4.4
     assert last < 2.5
+
+
+KEPT: dict[str, torch.Tensor] = {}
+
+
+def keeps(x: torch.Tensor) -> float:
+    KEPT["state"] = x * 1.0  # with the graph of this context
+    return float(x.sum().detach())
+
+
+def uses_kept(x: torch.Tensor, last: bool) -> torch.Tensor:
+    kept = KEPT["state"]
+    return (x * kept).sum() if last else (kept * x).sum()
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_graph_with_tensors_of_another_context_gets_its_gradients(last):
+    with first_of(2):
+        with dist_autograd.context():
+            rpc.rpc_sync("w1", keeps, (torch.ones(3, requires_grad=True),))
+        x = torch.full((3,), 2.0, requires_grad=True)
+        with dist_autograd.context() as context:
+            dist_autograd.backward(context, [rpc.rpc_sync("w1", uses_kept, (x, last))])
+            assert dist_autograd.get_gradients(context)[x].tolist() == [1.0] * 3

@@ -30,13 +30,14 @@ from braid.checkpoint.plain_values import from_plain, to_plain
 from braid.checkpoint.snapshot import OWN, FailedSnapshot
 from braid.checkpoint.stored_state import unloadable
 from braid.comm import Group
-from braid.errors import BraidError, CheckpointError
+from braid.errors import BraidError, CheckpointError, ConfigError
 from braid.runtime.tensor_buffers import bytes_of
+from braid.types import first_few
 
 __all__ = ["PARTS", "ExtraStates", "PartStates", "check_parts", "load_parts", "naming"]
 
 PARTS = "parts"
-EXTRA = "extra_states"  # name of the extra states among the parts
+EXTRA = "extra states"  # name of the modules' extra states, which no object of a program has
 STATES = "part_states"
 OF_RANKS = {"of_ranks": True}
 
@@ -50,6 +51,11 @@ class ExtraStates:
             for name, module in model.named_modules()
             if type(module).get_extra_state is not nn.Module.get_extra_state
         }
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the modules."""
+        return list(self._by_name)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the extra states by the names of their modules."""
@@ -67,14 +73,14 @@ class ExtraStates:
     def beside(cls, parts: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
         """Return the objects with the model's extra states, if it has any, as a further object."""
         extra = cls(model)
-        return {**parts, EXTRA: extra} if extra._by_name else dict(parts)
+        return {**parts, EXTRA: extra} if extra.names else dict(parts)
 
 
 class PartStates:
     """States of objects, to be saved; the constructor is a collective.
 
     Args:
-        parts: Objects with `state_dict()`, by name; the same names on all ranks.
+        parts: Objects with `state_dict()`, by name.
         group: The ranks.
 
     Attributes:
@@ -83,7 +89,7 @@ class PartStates:
         failed: Snapshot that raises this rank's error; None without an error.
 
     Raises:
-        ConfigError: A state cannot be stored on any rank.
+        ConfigError: Ranks have objects of different names, or no rank can store its states.
     """
 
     def __init__(self, parts: Mapping[str, Any], group: Group) -> None:
@@ -98,15 +104,21 @@ class PartStates:
                 states[name] = to_plain(part.state_dict(), f"{PARTS}/{name}", tensors), tensors
         except Exception as exc:  # noqa: BLE001 - the other ranks wait in this save
             error = exc
-        mine = None if error else {name: _digest(*state) for name, state in states.items()}
-        theirs = group.objects.all_gather(mine) if parts else []
-        if isinstance(error, BraidError) and not any(theirs):
+        digests = {name: _digest(*states[name]) if error is None else 0 for name in sorted(parts)}
+        refuses = isinstance(error, BraidError)
+        theirs = group.objects.all_gather((digests, error is not None, refuses))
+        names = [", ".join(other) or "none" for other, _, _ in theirs]
+        if len(set(names)) > 1:
+            listed = "; ".join(f"{n} on rank {r}" for n, r in zip(names, group.ranks, strict=True))
+            msg = f"ranks save different objects ({listed}): pass the same ones on each rank"
+            raise ConfigError(msg)
+        if error is not None and all(refused for _, _, refused in theirs):
             raise error
         self.failed = None if error is None else FailedSnapshot(error)
-        if not all(theirs):  # one of the snapshots will raise
+        if any(failed for _, failed, _ in theirs):  # one of the snapshots will raise
             return
         for name, (plain, tensors) in states.items():
-            if all(digests[name] == theirs[0][name] for digests in theirs):
+            if all(other[name] == digests[name] for other, _, _ in theirs):
                 self.values[name] = plain
                 self.tensors |= tensors
                 continue
@@ -114,6 +126,11 @@ class PartStates:
             self.values[name] = OF_RANKS
             self.tensors |= {OWN + full: tensor for full, tensor in tensors.items()}
             self.tensors[f"{OWN}{STATES}/{name}"] = torch.frombuffer(raw, dtype=torch.uint8)
+
+    @property
+    def has_different_extras(self) -> bool:
+        """Whether extra states of modules differ between ranks."""
+        return bool(self.values.get(EXTRA) == OF_RANKS)
 
 
 def load_parts(loaded: Checkpoint, parts: Mapping[str, Any]) -> None:
@@ -151,6 +168,13 @@ def check_parts(loaded: Checkpoint, parts: Mapping[str, Any]) -> None:
     kept = loaded.manifest.state.get(PARTS, {})
     if not isinstance(kept, dict):
         raise unloadable(loaded.path, PARTS, f"Expected `object`, got {str(kept)[:80]}")
+    if EXTRA in parts and EXTRA not in kept:
+        names = first_few(parts[EXTRA].names)
+        msg = (
+            f"{loaded.path} has no extra states of modules, but {names} have get_extra_state(): "
+            "load a model without it, or save the model again"
+        )
+        raise CheckpointError(msg)
     if missing := sorted(set(parts) - set(kept)):
         msg = (
             f"{loaded.path} has no state of {', '.join(missing)}, only of "

@@ -113,6 +113,13 @@ def save(
     _refuse_parts_of(model, group)
     _check_parts(parts, "state_dict", model)
     states = PartStates(ExtraStates.beside(parts, _inner(model)), group)
+    is_pipelined = isinstance(model, HybridParallel) and model.groups["pp"].size > 1
+    if is_pipelined and states.has_different_extras:
+        msg = (
+            "extra states of modules (get_extra_state) differ between the ranks of a pipeline, "
+            "which have old ones of the layers that other ranks train: keep them in buffers"
+        )
+        raise ConfigError(msg)
     others = states.tensors
     others |= {f"{OWN}{RANDOM}/{name}": state for name, state in _random_states().items()}
 
@@ -282,9 +289,9 @@ def _check_parts(parts: Mapping[str, Any], method: str, model: nn.Module | Hybri
     in_pieces = [n for n, part in parts.items() if _has_pieces(part, model)]
     if in_pieces:
         msg = (
-            f"{', '.join(in_pieces)}: each rank has different shards, but parts= stores one "
-            "value for all ranks: pass one optimizer with several parameter groups as "
-            "optimizer=, and save another sharded model in a separate call"
+            f"{', '.join(in_pieces)}: each rank has different shards, which only the same number "
+            "of ranks could load: pass one optimizer with several parameter groups as optimizer=, "
+            "and save another sharded model in a separate call"
         )
         raise ConfigError(msg)
 

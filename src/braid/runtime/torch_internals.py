@@ -345,7 +345,12 @@ def around_optimizer_states(
 ) -> None:
     """Add `part_of(optimizer)` to its state dicts if it is not empty; `check` before loading."""
     kind: Any = torch.optim.Optimizer
-    state_dict = kind.state_dict
+    state_dict, load_state_dict = kind.state_dict, kind.load_state_dict
+
+    @wraps(load_state_dict)
+    def checked(self: Any, state_dict: dict[str, Any]) -> None:
+        check(self, state_dict)
+        load_state_dict(self, state_dict)
 
     @wraps(state_dict)
     def with_addition(self: Any) -> dict[str, Any]:
@@ -354,7 +359,7 @@ def around_optimizer_states(
             state[PART_ENTRY] = part
         return state
 
-    kind.state_dict, kind.load_state_dict = with_addition, _checked(kind.load_state_dict, check)
+    kind.state_dict, kind.load_state_dict = with_addition, checked
 
 
 def _checked(method: Callable[..., Any], check: Callable[[Any, Any], None]) -> Callable[..., Any]:

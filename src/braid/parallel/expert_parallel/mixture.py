@@ -233,7 +233,7 @@ def mark_experts(group: Group, *params: nn.Parameter) -> None:
     for param in params:
         param.__dict__["braid_experts"] = group.ranks
         if group.size > 1:
-            part = f"experts, shard {group.rank} of {group.size}"
+            part = f"expert shard {group.rank} of {group.size}"
             mark_part(param, CALLS._replace(part=part))
         else:
             unmark_part(param)

@@ -21,6 +21,7 @@ import torch
 
 from braid.comm import Group
 from braid.errors import MismatchError
+from braid.parallel.gradients.incomplete import is_part
 from braid.parallel.gradients.table import ParamRecord
 from braid.runtime.tensor_buffers import bytes_of
 from braid.types import first_few, text_digest
@@ -101,8 +102,8 @@ def compare_optimizers(
     Args:
         group: Ranks with the same parameters.
         optimizer: The optimizer.
-        shapes: Whole shapes of parameters that are divided over ranks. States of another shape are
-            parts, and not compared.
+        shapes: Whole shapes of parameters that are divided over ranks. States of another shape,
+            and of parameters that are shards, are parts, and not compared.
 
     Raises:
         MismatchError: Settings or states differ; raised on every member, with the first ones.
@@ -111,17 +112,17 @@ def compare_optimizers(
     """
     lines = [
         f"settings of parameter group {number}: "
-        f"{ {key: _plain(value) for key, value in settings.items() if key != 'params'} }"
+        f"{_plain({key: value for key, value in settings.items() if key != 'params'})}"
         for number, settings in enumerate(optimizer.param_groups)
     ]
     params = [param for settings in optimizer.param_groups for param in settings["params"]]
     for number, param in enumerate(params):
         whole = (shapes or {}).get(param, param.shape)
         state = optimizer.state.get(param, {})
-        tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
-        if not any(x.dim() and x.shape != whole for x in tensors):
-            state = {key: _plain(value) for key, value in sorted(state.items())}
-            lines.append(f"state of parameter {number}: {state}")
+        values = state.values() if isinstance(state, dict) else [state]
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        if not is_part(param) and not any(x.dim() and x.shape != whole for x in tensors):
+            lines.append(f"state of parameter {number}: {_plain(state)}")
     digests = group.all_gather(torch.tensor([text_digest("\n".join(lines))], device="cpu"))
     if not bool((digests != digests[0]).any()):
         return
@@ -135,9 +136,19 @@ def compare_optimizers(
 
 
 def _plain(value: Any) -> Any:
+    """Return what two equal values of different processes have in common, with a short repr."""
     if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided or value.is_meta:
+            return f"{list(value.shape)} {value.layout}"
         return f"{list(value.shape)} {checksum(value):08x}" if value.dim() else value.item()
-    return value
+    if isinstance(value, dict):
+        return {key: _plain(value[key]) for key in sorted(value, key=str)}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, value))
+    is_plain = value is None or isinstance(value, bool | int | float | complex | str | bytes)
+    return value if is_plain else type(value).__name__
 
 
 def checksum(tensor: torch.Tensor) -> int:

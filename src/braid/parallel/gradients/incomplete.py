@@ -45,6 +45,7 @@ __all__ = [
     "check_when_loaded",
     "engines_of",
     "forget_incomplete",
+    "has_own",
     "is_part",
     "mark_part",
     "name_in_state_dict",
@@ -173,16 +174,16 @@ def _noted() -> Iterator[tuple[Any, _Noted]]:
             yield engine, noted
 
 
-def warn_in_state_dict(module: Any, text: Callable[[], str]) -> RemovableHandle:
-    """Warn with `text()`, unless it is empty, before a program calls `state_dict` of a module."""
+def warn_in_state_dict(module: Any, text: Callable[[nn.Module], str]) -> RemovableHandle:
+    """Warn by `text(module)`, unless it is empty, before a program calls `state_dict` of it."""
     handle: RemovableHandle = module.register_state_dict_pre_hook(partial(_warn_of_state, text))
     return handle
 
 
 def _warn_of_state(
-    text: Callable[[], str], _module: nn.Module, _prefix: str, keep_vars: bool
+    text: Callable[[nn.Module], str], module: nn.Module, _prefix: str, keep_vars: bool
 ) -> None:
-    if not keep_vars and (warning := text()):  # braid's calls keep variables
+    if not keep_vars and (warning := text(module)):  # braid's calls keep variables
         warnings.warn(warning, UserWarning, stacklevel=3)
 
 
@@ -213,15 +214,22 @@ def _name_part(
 def _check_loaded(
     part: Callable[[nn.Module], str],
     module: nn.Module,
-    _state: object,
+    state: Mapping[str, Any],
     prefix: str,
     metadata: dict[str, Any],
     *_: object,
 ) -> None:
     here, there = part(module), metadata.get(PART)
-    if there is not None and there != here:
+    if here and there and there != here and has_own(module, state, prefix):
         what = f"state dict of {prefix.rstrip('.') or 'a model'}"
         raise ConfigError(_another_part(what, there, here))
+
+
+def has_own(module: nn.Module, state: Mapping[str, Any], prefix: str) -> bool:
+    """Return whether a state dict has parameters of a module; if some are shards, only of these."""
+    named = dict(module.named_parameters())
+    shards = [name for name, param in named.items() if is_part(param)]
+    return any(prefix + name in state for name in shards or named)
 
 
 def _refuse_assigning(
@@ -237,9 +245,9 @@ def _refuse_assigning(
 
 def _another_part(what: str, there: str, here: str) -> str:
     return (
-        f"this {what} has the part {there!r} of a model, but this rank has "
-        f"{f'the part {here!r}' if here else 'the whole model'}: save and load each part in a "
-        "separate file, on its rank, or save a checkpoint by braid.save, which any ranks can load"
+        f"this {what} has the part {there!r} of a model, but this rank has the part {here!r}: save "
+        "and load each part in a separate file, on its rank, or save a checkpoint by braid.save, "
+        "which any ranks can load"
     )
 
 
@@ -269,7 +277,7 @@ def note_parts(module: nn.Module) -> None:
     They may get the gradients, or the module, whose state dicts then name the parts.
     """
     if id(module) not in _NOTED:
-        warn_in_state_dict(module, partial(_warning_of_shards, weakref.ref(module)))
+        warn_in_state_dict(module, _warning_of_shards)
     note_incomplete(module, _parts, _refusal_of_part)
     for inner in module.modules():
         if _part_in(inner) and inner not in _NAMED:
@@ -280,9 +288,8 @@ def note_parts(module: nn.Module) -> None:
             hooked.register_load_state_dict_pre_hook(_refuse_assigning)
 
 
-def _warning_of_shards(reference: weakref.ref[nn.Module]) -> str:
-    module = reference()
-    params = [] if module is None else _parts(module)
+def _warning_of_shards(module: nn.Module) -> str:
+    params = _parts(module)
     return SHARDS.format(part_of(params[0])) if params else ""
 
 
@@ -338,9 +345,9 @@ def _parts_of(optimizer: torch.optim.Optimizer) -> str:
 def _check_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Raise if a state belongs to another part than the optimizer."""
     here, there = _parts_of(optimizer), state.get(PART_ENTRY, "")
-    if there and there != here:
+    if here and there and there != here:
         raise ConfigError(_another_part("state dict of an optimizer", there, here))
-    if not here:
+    if not here or there or kind_of_optimizer(optimizer) != "by elements":
         return
     saved = [key for group in state["param_groups"] for key in group["params"]]
     for key, param in zip(saved, _params_of(optimizer), strict=False):  # torch compares lengths

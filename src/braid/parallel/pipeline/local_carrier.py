@@ -72,8 +72,8 @@ class LocalWire:
         Raises:
             CommError: A rank has failed.
         """
-        line = self._lines[source, target, edge]
         with self._changed:
+            line = self._lines[source, target, edge]  # with the lock, as only one may make it
             self._changed.wait_for(lambda: line or self._failure)
             if self._failure:
                 raise CommError(self._failure)

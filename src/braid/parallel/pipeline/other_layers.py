@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from braid.errors import ConfigError
-from braid.parallel.gradients.incomplete import warn_in_state_dict
+from braid.parallel.gradients.incomplete import has_own, warn_in_state_dict
 from braid.parallel.pipeline.stage import Layer
 
 __all__ = ["OtherLayers"]
@@ -84,7 +84,7 @@ class OtherLayers:
             self._handles.append(hooked.register_state_dict_post_hook(name_old))
             before = partial(_before_forward, self, names[module])
             self._handles.append(module.register_forward_pre_hook(before, prepend=True))
-            text = partial(self.warning, names[module], "state_dict()")
+            text = partial(_warning_in_state, self, names[module])
             self._handles.append(warn_in_state_dict(module, text))
             _OF_MODULES[module] = self
         if stale:
@@ -111,16 +111,16 @@ class OtherLayers:
 
 
 def _name_old(
-    others: OtherLayers, _module: nn.Module, _state: object, _prefix: str, metadata: dict[str, Any]
+    others: OtherLayers, module: nn.Module, _state: object, _prefix: str, metadata: dict[str, Any]
 ) -> None:
-    if others.are_old:
+    if others.are_old and _is_trained(module):
         metadata[MADE_BY] = others.place
 
 
 def _refuse_old(
-    _module: nn.Module, _state: object, prefix: str, metadata: dict[str, Any], *_: object
+    module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: dict[str, Any], *_: object
 ) -> None:
-    if place := metadata.get(MADE_BY):
+    if (place := metadata.get(MADE_BY)) and has_own(module, state, prefix):
         msg = (
             f"this state dict has old values of {prefix.rstrip('.')}, since {place} made it, which "
             "does not train this layer: save and load a separate file on each rank, or save a "
@@ -130,6 +130,13 @@ def _refuse_old(
 
 
 def _before_forward(others: OtherLayers, name: str, module: nn.Module, _args: object) -> None:
-    is_trained = any(param.requires_grad for param in module.parameters(recurse=False))
-    if is_trained and (text := others.warning(name, "a call")):
+    if _is_trained(module) and (text := others.warning(name, "a call")):
         warnings.warn(text, UserWarning, stacklevel=3)
+
+
+def _warning_in_state(others: OtherLayers, name: str, module: nn.Module) -> str:
+    return others.warning(name, "state_dict()") if _is_trained(module) else ""
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return any(param.requires_grad for param in module.parameters(recurse=False))

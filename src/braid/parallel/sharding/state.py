@@ -71,7 +71,8 @@ class ShardedSnapshot:
                 shape = tuple(tensor.shape)
                 yield Slice(f"model/{name}", shape, (0,) * len(shape), tensor.detach())
             for name, tensor in self._rest.items():
-                yield Slice(name, (), (), tensor.detach())
+                shape = tuple(tensor.shape)
+                yield Slice(name, shape, (0,) * len(shape), tensor.detach())
 
     def _of(self, flat: FlatShard, index: int) -> Iterator[Slice]:
         record, owned, piece = flat.records[index], flat.owned[index], flat.pieces[index]
@@ -110,7 +111,7 @@ def rest_tensors(
     """
     tensors = training_tensors(_Owned(sharding), optimizer)
     rest = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{REST}/")}
-    if large := next((name for name, tensor in rest.items() if tensor.dim()), None):
+    if large := next((name for name, tensor in rest.items() if tensor.numel() > 1), None):
         msg = (
             f"{type(optimizer).__name__} has the tensor {large} of shape "
             f"{list(rest[large].shape)}, which a checkpoint of a sharded model cannot store: ranks "

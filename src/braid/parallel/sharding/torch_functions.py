@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from braid.errors import raise_all
@@ -60,13 +61,14 @@ def guard(engine: Sharding) -> GuardedModel:
     reference, model_reference = weakref.ref(engine), weakref.ref(engine.model)
     before = vars(engine.model).get("zero_grad")
 
-    def text() -> str:
+    def text(model: nn.Module) -> str:
         sharding = reference()
         table = () if sharding is None else sharding.table
-        return PIECES if any(r.param.shape != r.spec.shape for r in table) else ""
+        here = {name: param.shape for name, param in model.named_parameters()}
+        return PIECES if any(here.get(r.name, r.spec.shape) != r.spec.shape for r in table) else ""
 
-    def part_of(_model: object) -> str:
-        return part if text() else ""
+    def part_of(model: nn.Module) -> str:
+        return part if text(model) else ""
 
     def zero_grad(*args: Any, **kwargs: Any) -> None:
         sharding, model = reference(), model_reference()

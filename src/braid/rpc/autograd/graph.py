@@ -118,7 +118,7 @@ def reached_from(tensors: Sequence[torch.Tensor]) -> Reached:
         function = stack.pop()
         receive = getattr(function, "receive", None)
         if isinstance(receive, Receive):
-            receives[receive.edge] = receive
+            receives[id(receive)] = receive  # another context may have an equal edge
             continue
         variable = getattr(function, "variable", None)
         if variable is not None:

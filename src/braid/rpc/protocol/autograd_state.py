@@ -17,7 +17,8 @@ Each message is answered when all its consequences are over, so the origin knows
 answers after its local backward, and counts the answer in the gradients that it sends to the same
 process, if there are any. It answers the message that made it busy when it is idle again.
 
-Edges of a process in a context have successive numbers, so histories are short lists of spans.
+Edges of a process in a context have successive numbers, so a history is a list of spans: one for
+each process, and one more for each gap of edges that it does not depend on.
 
 An error fails one backward, and another may follow; the loss of a process fails every backward of
 its contexts.

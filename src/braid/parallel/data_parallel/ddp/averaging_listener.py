@@ -86,7 +86,7 @@ class AveragingListener(ReducerListener):
         first_batch: Checks of the first batch; None once it has been checked.
         active_ranks: Group ranks that had input in the last step.
         optimizers: Optimizers of single parameters by name, for steps inside of backward.
-        has_hook: Whether a communication hook averages.
+        compares_early: Whether parameters are compared in the first steps.
     """
 
     joinable: weakref.ref[Joinable]
@@ -99,7 +99,7 @@ class AveragingListener(ReducerListener):
     first_batch: FirstBatch | None
     active_ranks: list[int] = field(init=False)
     optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
-    has_hook: bool = False
+    compares_early: bool = True
     _make_optimizer: MakeOptimizer | None = None
     _has_adopted: bool = False
     _join_notice: Work | None = None
@@ -189,8 +189,7 @@ class AveragingListener(ReducerListener):
         if self.first_batch is not None:
             first, self.first_batch = self.first_batch, None
             first.report(is_weighted=outcome.status.num_weighted > 0)
-        # a hook may average over some ranks only
-        if outcome.number in EARLY and is_complete and not self.has_hook and not due:
+        if outcome.number in EARLY and is_complete and self.compares_early and not due:
             warn_of_different(self.group, self.table.records, when)
         self.warnings.check(outcome)  # last: a filter may make it an error
 

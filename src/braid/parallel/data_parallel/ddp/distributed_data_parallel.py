@@ -212,6 +212,7 @@ class DistributedDataParallel(TorchNames, CopyableWrapper):
                 names_unused=not self.find_unused_parameters,
             ),
             first_batch=FirstBatch(module, group),
+            compares_early=settings.init_sync and settings.hook is None,
         )
         self._precision = precision_of(self.mixed_precision, module)
         name = settings.hook
@@ -233,7 +234,6 @@ class DistributedDataParallel(TorchNames, CopyableWrapper):
         self._reducer = GradientReducer(group, table, options, self._listener, agree=agree)
         if self._comm_hook is not None:
             self._reducer.use_hook((None, self._comm_hook))
-            self._listener.has_hook = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module."""
@@ -303,7 +303,8 @@ class DistributedDataParallel(TorchNames, CopyableWrapper):
         if self._comm_hook is not None or self._settings.hook is not None:
             raise ConfigError(ONE_HOOK)
         self._reducer.use_hook((state, hook))
-        self._comm_hook, self._listener.has_hook = hook, True
+        self._comm_hook = hook
+        self._listener.compares_early = False  # a hook may average over some ranks only
 
     def step_in_backward(self, optimizer: MakeOptimizer) -> dict[str, torch.optim.Optimizer]:
         """Take the optimizer's step inside of backward, bucket by bucket.
