@@ -29,7 +29,7 @@ BUDGETS_S = {
     "world/test_bench_ps": 12,
     "world/test_chaos_runs": 50,
     "world/test_checkpoint": 10,
-    "world/test_checkpoint_habits": 20,
+    "world/test_checkpoint_habits": 25,
     "world/test_comm": 85,
     "world/test_context_parallel": 8,
     "world/test_coordinator": 10,

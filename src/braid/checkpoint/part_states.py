@@ -97,14 +97,15 @@ class PartStates:
         self.tensors: dict[str, torch.Tensor] = {}
         self.failed: FailedSnapshot | None = None
         error: Exception | None = None
+        digests = dict.fromkeys(sorted(parts), 0)
         states: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {}
         try:
             for name, part in parts.items():
                 tensors: dict[str, torch.Tensor] = {}
                 states[name] = to_plain(part.state_dict(), f"{PARTS}/{name}", tensors), tensors
+                digests[name] = _digest(*states[name])
         except Exception as exc:  # noqa: BLE001 - the other ranks wait in this save
             error = exc
-        digests = {name: _digest(*states[name]) if error is None else 0 for name in sorted(parts)}
         refuses = isinstance(error, BraidError)
         theirs = group.objects.all_gather((digests, error is not None, refuses))
         names = [", ".join(other) or "none" for other, _, _ in theirs]
