@@ -120,6 +120,7 @@ def _replaced(group: Group) -> list[str]:
     return texts
 
 
+@pytest.mark.filterwarnings("ignore:.*has only this rank's part")
 def test_replaced_parameters_and_modules_are_refused(world):
     params, modules = world(2, _replaced)[0]
     assert "had its parameters replaced after parallelize" in params
