@@ -1,59 +1,48 @@
-"""Refusal of torch's functions that would be wrong while a rank has only a part of a model.
+"""Refusal of torch's clipping, loss scaling and some optimizers while a rank has only a part.
 
 Problem: `torch.nn.utils.clip_grad_norm_` computes the norm of the gradients of one rank. If other
 ranks have other layers or other shards, each rank scales by a different factor; if gradients are
 still being added over ranks, it scales terms of sums. `torch.amp.GradScaler` skips a step only on
 the ranks that find infinite gradients. Muon and Adafactor use the norm of each parameter, and LBFGS
-inner products of all parameters together. And `if rank == 0: torch.save(...)` saves the part of
-rank 0: parts often have equal shapes, so all ranks can load it. Most programs call one of these
-functions, and without an error their results would be wrong.
+inner products of all parameters together. Most programs call one of them, and without an error
+their results would be wrong.
 
 Idea: engines note their parameters, with a function that returns why torch's functions cannot be
 used now, and which call is right. Parameters that are shards by themselves carry the right calls as
 an attribute. These functions of torch are wrapped when this module is imported, since programs call
-them without an object of braid; they raise an error with this text. State dicts name the part that
-they have: of an optimizer in an entry, of a model in the metadata, which dicts of other types lack.
+them without an object of braid; they raise an error with this text. Notes also name the part that a
+rank has, for `state_parts`.
 """
 
 from __future__ import annotations
 
-import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from braid.errors import ConfigError
 from braid.parallel.gradients.optimizer_kinds import kind_of_optimizer
-from braid.runtime.torch_internals import (
-    PART_ENTRY,
-    around_optimizer_states,
-    before_clipping,
-    before_unscaling,
-    own_parameters,
-)
+from braid.runtime.torch_internals import before_clipping, before_unscaling
 
 __all__ = [
     "PartOfModel",
     "Use",
     "check_steps",
-    "check_when_loaded",
     "engines_of",
     "forget_incomplete",
-    "has_own",
     "is_part",
     "mark_part",
-    "name_in_state_dict",
     "note_incomplete",
     "note_parts",
+    "params_of",
     "part_of",
+    "parts_in",
+    "parts_of",
     "unmark_part",
-    "warn_in_state_dict",
 ]
 
 Use: TypeAlias = Literal[
@@ -61,11 +50,7 @@ Use: TypeAlias = Literal[
 ]
 # (engine, parameters, function of torch) -> why the function cannot be used, or nothing
 Refusal: TypeAlias = Callable[[Any, Sequence[torch.Tensor], Use], str]
-PART = "braid_part"  # attribute of parameters that are shards, and entry of metadata
-SHARDS = (
-    "state_dict() of a model that is divided over ranks has only this rank's part ({}): save it on "
-    "each rank in a separate file, or save a checkpoint by braid.save, which takes a HybridParallel"
-)
+PART = "braid_part"  # attribute of parameters that are shards
 # others may let ranks agree on infinite gradients, as `AgreedGradScaler` does
 LOCAL_SCALERS = {f"torch.{place}amp.grad_scaler" for place in ("", "cuda.", "cpu.")}
 
@@ -127,7 +112,6 @@ class _Noted(NamedTuple):
 
 
 _NOTED: dict[int, _Noted] = {}  # by the engine's id, in the order of notes
-_NAMED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules whose state dicts name parts
 
 
 def note_incomplete(
@@ -163,7 +147,7 @@ def check_steps(engine: Any, check: Callable[[Any, torch.optim.Optimizer], None]
 
 def engines_of(optimizer: torch.optim.Optimizer) -> list[Any]:
     """Return the engines that have noted parameters of an optimizer, the latest first."""
-    ids = set(map(id, _params_of(optimizer)))
+    ids = set(map(id, params_of(optimizer)))
     return [e for e, noted in _noted() if not ids.isdisjoint(map(id, noted.params(e)))]
 
 
@@ -172,83 +156,6 @@ def _noted() -> Iterator[tuple[Any, _Noted]]:
         engine = noted.engine()
         if engine is not None:
             yield engine, noted
-
-
-def warn_in_state_dict(module: Any, text: Callable[[nn.Module], str]) -> RemovableHandle:
-    """Warn by `text(module)`, unless it is empty, before a program calls `state_dict` of it."""
-    handle: RemovableHandle = module.register_state_dict_pre_hook(partial(_warn_of_state, text))
-    return handle
-
-
-def _warn_of_state(
-    text: Callable[[nn.Module], str], module: nn.Module, _prefix: str, keep_vars: bool
-) -> None:
-    if not keep_vars and (warning := text(module)):  # braid's calls keep variables
-        warnings.warn(warning, UserWarning, stacklevel=3)
-
-
-def name_in_state_dict(module: Any, part: Callable[[nn.Module], str]) -> RemovableHandle:
-    """Name the part of a model that a module is, in the metadata of its state dicts."""
-    handle: RemovableHandle = module.register_state_dict_post_hook(partial(_name_part, part))
-    return handle
-
-
-def check_when_loaded(module: Any, part: Callable[[nn.Module], str]) -> RemovableHandle:
-    """Raise when a program loads another part into a module that is one."""
-    hook = partial(_check_loaded, part)
-    handle: RemovableHandle = module.register_load_state_dict_pre_hook(hook)
-    return handle
-
-
-def _name_part(
-    part: Callable[[nn.Module], str],
-    module: nn.Module,
-    _state: object,
-    _prefix: str,
-    metadata: dict[str, Any],
-) -> None:
-    if name := part(module):
-        metadata[PART] = name
-
-
-def _check_loaded(
-    part: Callable[[nn.Module], str],
-    module: nn.Module,
-    state: Mapping[str, Any],
-    prefix: str,
-    metadata: dict[str, Any],
-    *_: object,
-) -> None:
-    here, there = part(module), metadata.get(PART)
-    if here and there and there != here and has_own(module, state, prefix):
-        what = f"state dict of {prefix.rstrip('.') or 'a model'}"
-        raise ConfigError(_another_part(what, there, here))
-
-
-def has_own(module: nn.Module, state: Mapping[str, Any], prefix: str) -> bool:
-    """Return whether a state dict has parameters of a module; if some are shards, only of these."""
-    named = dict(module.named_parameters())
-    shards = [name for name, param in named.items() if is_part(param)]
-    return any(prefix + name in state for name in shards or named)
-
-
-def _refuse_assigning(
-    module: nn.Module, _state: object, _prefix: str, metadata: dict[str, Any], *_: object
-) -> None:
-    if _part_in(module) and metadata.get("assign_to_params_buffers"):
-        msg = (
-            "load_state_dict(assign=True) would replace the shards of parameters by others, which "
-            "are not known as shards: call it without assign=True, or before the model is divided"
-        )
-        raise ConfigError(msg)
-
-
-def _another_part(what: str, there: str, here: str) -> str:
-    return (
-        f"this {what} has the part {there!r} of a model, but this rank has the part {here!r}: save "
-        "and load each part in a separate file, on its rank, or save a checkpoint by braid.save, "
-        "which any ranks can load"
-    )
 
 
 def mark_part(param: torch.Tensor, calls: PartOfModel) -> None:
@@ -272,37 +179,12 @@ def part_of(param: torch.Tensor) -> str:
 
 
 def note_parts(module: nn.Module) -> None:
-    """Note a module with shards, which torch's functions may use without the parameters.
-
-    They may get the gradients, or the module, whose state dicts then name the parts.
-    """
-    if id(module) not in _NOTED:
-        warn_in_state_dict(module, _warning_of_shards)
-    note_incomplete(module, _parts, _refusal_of_part)
-    for inner in module.modules():
-        if _part_in(inner) and inner not in _NAMED:
-            _NAMED.add(inner)
-            name_in_state_dict(inner, _part_in)
-            check_when_loaded(inner, _part_in)
-            hooked: Any = inner  # torch's method has no types
-            hooked.register_load_state_dict_pre_hook(_refuse_assigning)
+    """Refuse torch's functions that get gradients of a module's shards without the parameters."""
+    note_incomplete(module, parts_in, _refusal_of_part)
 
 
-def _warning_of_shards(module: nn.Module) -> str:
-    params = _parts(module)
-    return SHARDS.format(part_of(params[0])) if params else ""
-
-
-def _part_in(module: nn.Module) -> str:
-    """Return the name of the part that a module's own parameters are; empty if they are whole."""
-    for param in own_parameters(module).values():
-        calls: PartOfModel | None = None if param is None else param.__dict__.get(PART)
-        if calls is not None:
-            return calls.part
-    return ""
-
-
-def _parts(module: nn.Module) -> list[nn.Parameter]:
+def parts_in(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of a module that are shards."""
     return [param for param in module.parameters() if is_part(param)]
 
 
@@ -331,49 +213,19 @@ def _raise_if(text: str) -> None:
         raise ConfigError(text)
 
 
-def _parts_of(optimizer: torch.optim.Optimizer) -> str:
-    """Return the names of the parts on which an optimizer steps here; empty for whole models."""
-    params = _params_of(optimizer)
-    ids = set(map(id, params))
-    names = set(map(part_of, params))
-    for engine, noted in _noted():
-        if noted.part and not ids.isdisjoint(map(id, noted.params(engine))):
-            names.add(noted.part)
-    return ", ".join(sorted(names - {""}))
-
-
-def _check_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Raise if a state belongs to another part than the optimizer."""
-    here, there = _parts_of(optimizer), state.get(PART_ENTRY, "")
-    if here and there and there != here:
-        raise ConfigError(_another_part("state dict of an optimizer", there, here))
-    if not here or there or kind_of_optimizer(optimizer) != "by elements":
-        return
-    saved = [key for group in state["param_groups"] for key in group["params"]]
-    for key, param in zip(saved, _params_of(optimizer), strict=False):  # torch compares lengths
-        for name, value in state["state"].get(key, {}).items():
-            if isinstance(value, torch.Tensor) and value.numel() > max(1, param.numel()):
-                msg = (
-                    f"this state dict of an optimizer has {name} of shape {list(value.shape)} for "
-                    f"a parameter whose part here ({here}) has shape {list(param.shape)}: load a "
-                    "state of the same part, or use braid.load before or after the model is divided"
-                )
-                raise ConfigError(msg)
-
-
 def _check_scaler(scaler: Any, optimizer: torch.optim.Optimizer) -> None:
     """Raise if a scaler of torch cannot be used on the parameters of an optimizer."""
     if scaler.is_enabled() and type(scaler).__module__ in LOCAL_SCALERS:
-        _check(_params_of(optimizer), "GradScaler")
+        _check(params_of(optimizer), "GradScaler")
 
 
 def _check_step(optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
     """Raise if an optimizer cannot step on the parameters that it has."""
     kind = kind_of_optimizer(optimizer)
     if kind == "together":
-        _check(_params_of(optimizer), "LBFGS")
+        _check(params_of(optimizer), "LBFGS")
     if kind == "whole":
-        parts = [p for p in _params_of(optimizer) if is_part(p) and p.requires_grad]
+        parts = [p for p in params_of(optimizer) if is_part(p) and p.requires_grad]
         if parts:
             msg = (
                 f"{type(optimizer).__name__} uses the shapes or norms of whole parameters, but "
@@ -383,18 +235,29 @@ def _check_step(optimizer: torch.optim.Optimizer, _args: object, _kwargs: object
             )
             raise ConfigError(msg)
     checked = [(e, noted) for e, noted in _noted() if noted.check_step is not None]
-    ids = set(map(id, _params_of(optimizer))) if checked else set()
+    ids = set(map(id, params_of(optimizer))) if checked else set()
     for engine, noted in checked:
         if noted.check_step and not ids.isdisjoint(map(id, noted.params(engine))):
             noted.check_step(engine, optimizer)
 
 
-def _params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the parameters of an optimizer, in the order of its groups."""
     groups = getattr(optimizer, "param_groups", ())
     return [param for group in groups for param in group["params"]]
 
 
-around_optimizer_states(_parts_of, _check_state)
+def parts_of(optimizer: torch.optim.Optimizer) -> str:
+    """Return the names of the parts on which an optimizer steps here; empty for whole models."""
+    params = params_of(optimizer)
+    ids = set(map(id, params))
+    names = set(map(part_of, params))
+    for engine, noted in _noted():
+        if noted.part and not ids.isdisjoint(map(id, noted.params(engine))):
+            names.add(noted.part)
+    return ", ".join(sorted(names - {""}))
+
+
 before_clipping(_check)
 before_unscaling(_check_scaler)
 register_optimizer_step_pre_hook(_check_step)

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from braid.errors import ConfigError
-from braid.parallel.gradients.incomplete import has_own, warn_in_state_dict
+from braid.parallel.gradients.state_parts import has_own, warn_in_state_dict
 from braid.parallel.pipeline.stage import Layer
 
 __all__ = ["OtherLayers"]

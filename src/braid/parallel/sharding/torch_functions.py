@@ -14,10 +14,12 @@ from braid.errors import raise_all
 from braid.parallel.gradients.incomplete import (
     PartOfModel,
     Use,
-    check_when_loaded,
     forget_incomplete,
-    name_in_state_dict,
     note_incomplete,
+)
+from braid.parallel.gradients.state_parts import (
+    check_when_loaded,
+    name_in_state_dict,
     warn_in_state_dict,
 )
 from braid.parallel.sharding.flat_gradients import STAGE_OF_PARAMETERS
