@@ -175,7 +175,8 @@ def is_part(param: torch.Tensor) -> bool:
 
 def part_of(param: torch.Tensor) -> str:
     """Return the name of the part that a parameter is; empty if it is whole."""
-    return param.__dict__[PART].part if is_part(param) else ""
+    calls: PartOfModel | None = param.__dict__.get(PART)
+    return "" if calls is None else calls.part
 
 
 def note_parts(module: nn.Module) -> None:

@@ -64,8 +64,8 @@ def _warning_of_shards(module: nn.Module) -> str:
 def _part_in(module: nn.Module) -> str:
     """Return the name of the part that a module's own parameters are; empty if they are whole."""
     for param in own_parameters(module).values():
-        if param is not None and is_part(param):
-            return part_of(param)
+        if param is not None and (part := part_of(param)):
+            return part
     return ""
 
 

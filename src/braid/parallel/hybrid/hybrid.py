@@ -38,7 +38,6 @@ from braid.checkpoint.training_state import kept_buffers, merged_numbers
 from braid.comm import Group
 from braid.errors import ConfigError, raise_all
 from braid.parallel.context_parallel import (
-    ContextParallel,
     context_parallel,
     split_batch,
 )
@@ -149,9 +148,8 @@ class HybridParallel:
             rows = list(layers.modules.values())
         else:
             rows = list(layers if layers is not None else model.children())
-        self._divided: list[ContextParallel] = []
-        if self._sequence.size > 1:
-            self._divided = [context_parallel(row, self._sequence, inputs={}) for row in rows]
+        in_parts = rows if self._sequence.size > 1 else []
+        self._divided = [context_parallel(row, self._sequence, inputs={}) for row in in_parts]
         whole = model if isinstance(model, nn.Sequential) and layers is None else rows
         self.pipeline = Pipeline(
             layers if isinstance(layers, CapturedGraph) else whole,
@@ -214,9 +212,7 @@ class HybridParallel:
         return list(self.pipeline.parameters())
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Replace an optimizer's parameters by this rank's shards, and shard its states.
-
-        A collective. The optimizer is one of the whole model, and the same on all ranks.
+        """Give an optimizer of the whole model this rank's shards and states; a collective.
 
         Raises:
             MismatchError: The optimizer has different settings or states on the ranks.
@@ -376,9 +372,7 @@ class HybridParallel:
         if is_of_experts(param):
             return (part[0] * self._experts.size, *part[1:])
         slicing = slicing_of(param)
-        if slicing is None:
-            return part
-        return slicing.whole_shape(param, self._tensor.size)
+        return part if slicing is None else slicing.whole_shape(param, self._tensor.size)
 
     def part_of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of `whole`, the tensor `name` of a checkpoint.
@@ -390,12 +384,10 @@ class HybridParallel:
             return whole
         if is_of_experts(param) and tuple(whole.shape) == self.whole_shape(name, param.shape):
             return whole.chunk(self._experts.size)[self._experts.rank]
-        slicing = slicing_of(param)
-        if slicing is None:
+        slicing, size = slicing_of(param), self._tensor.size
+        if slicing is None or tuple(whole.shape) != slicing.whole_shape(param, size):
             return whole
-        if tuple(whole.shape) != slicing.whole_shape(param, self._tensor.size):
-            return whole
-        return slicing.part_of(whole, self._tensor.rank, self._tensor.size)
+        return slicing.part_of(whole, self._tensor.rank, size)
 
     def make_whole(self) -> None:
         """Restore the whole trained model on all ranks; a collective.
