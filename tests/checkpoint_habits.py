@@ -27,7 +27,7 @@ Load = Callable[[Any, torch.optim.Optimizer, dict[str, Any]], None]
 
 
 class Scaled(Block):
-    """A block whose output has a factor in the extra state."""
+    """A block with a factor for its output, which is an extra state."""
 
     factor = 1.0
 

@@ -131,7 +131,7 @@ def test_states_of_unusual_types_are_compared(procs, last):
 
 
 def _grouped_by_dims(group: Group, early: bool) -> list[str]:
-    """Groups for weight decay as many programs choose them, before or after the model is sharded."""
+    """Groups for weight decay by dims, chosen before or after the model is sharded."""
     model = Net()
 
     def optimizer_of(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:

@@ -26,6 +26,7 @@ from braid.checkpoint import (
     training_numbers,
     training_tensors,
 )
+from braid.checkpoint.part_states import ExtraStates
 from braid.comm import Group
 from braid.comm.autograd.nested import flatten
 from braid.errors import ConfigError, MismatchError
@@ -77,13 +78,12 @@ class TrainingState(NamedTuple):
 
 def refuse_extra_states(model: nn.Module) -> None:
     """Raise if a module has an extra state, which forwards on other ranks may change."""
-    for name, module in model.named_modules():
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            msg = (
-                f"{name or 'the model'} has an extra state, which new ranks do not receive: remove "
-                "get_extra_state()"
-            )
-            raise ConfigError(msg)
+    for name in ExtraStates(model).names:
+        msg = (
+            f"{name or 'the model'} has an extra state, which new ranks do not receive: remove "
+            "get_extra_state()"
+        )
+        raise ConfigError(msg)
 
 
 class Received(Checkpoint):

@@ -54,8 +54,8 @@ def backward(
         retain_graph: Whether another backward of the same context may follow.
         timeout_s: Deadline in seconds; `RpcOptions(rpc_timeout=)` when None.
 
-    Cost: one message with gradients for each message that the roots depend on, and at most as many
-    answers, which are counted in later gradients to the same node if there are any.
+    Cost: one message with gradients for each message that the roots depend on. Its answer is a
+    number in later gradients to the same node, or one more message.
 
     Raises:
         ConfigError: The context is over, or a root has no graph or more than one element.

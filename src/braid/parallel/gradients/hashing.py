@@ -86,7 +86,7 @@ def _difference(group: Group, records: Sequence[ParamRecord], when: str, advice:
 def warn_of_different(group: Group, records: Sequence[ParamRecord], when: str) -> None:
     """Warn if parameters do not have the same bits on all members; a collective.
 
-    Processors of different kinds may differ in the last bits, so this is no error.
+    Processors of different kinds may differ in the last bits, so this only warns.
     """
     if text := _difference(group, records, when, STATES):
         warnings.warn(text, UserWarning, stacklevel=2)

@@ -159,7 +159,7 @@ def _check_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> 
             if isinstance(value, torch.Tensor) and value.numel() > max(1, param.numel()):
                 msg = (
                     f"this state dict of an optimizer has {name} of shape {list(value.shape)} for "
-                    f"a parameter whose part here ({here}) has shape {list(param.shape)}: load a "
+                    f"a parameter with a part of shape {list(param.shape)} here ({here}): load a "
                     "state of the same part, or use braid.load before or after the model is divided"
                 )
                 raise ConfigError(msg)

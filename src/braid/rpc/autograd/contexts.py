@@ -165,7 +165,7 @@ class Contexts:
         """Record the tensors of a message to node `to`, and return the message's edge in the graph.
 
         The message belongs to the context of a received `call` that it answers; of this thread when
-        None. Returns None if there is no context.
+        None. Returns None without a context.
         """
         number = _CURRENT.get() if call is None else call.context
         context = None if number < 0 else self._known(number)
