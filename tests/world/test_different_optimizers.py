@@ -101,6 +101,72 @@ def test_data_parallel_training_compares_parameters_after_the_first_step(procs, 
         assert "same learning rate" in text
 
 
+def _go_on(group: Group, engine: str, mistake: str) -> list[str]:
+    """Train; from step 4 on, rank 1 has another loss for its scheduler, or skips steps."""
+    torch.set_num_threads(1)
+    model = Net()
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    kind, *rest = engine.split()
+    call: torch.nn.Module = model
+    kept: object = None
+    if kind == "data":
+        call = braid.DistributedDataParallel(model, process_group=group)
+    elif kind == "averaging":
+        data_parallel.AveragingOptimizer(optimizer, process_group=group)
+    elif kind == "stage":
+        kept = sharding.shard_optimizer(optimizer, model, process_group=group, stage=int(rest[0]))
+    elif kind == "fsdp":
+        call = braid.FullyShardedDataParallel(model, group)
+        optimizer = torch.optim.AdamW(call.parameters(), lr=0.05)
+    else:
+        plan = PLAN if "tp" in rest[0] else None
+        layers = list(model.blocks)
+        kept = HybridParallel(model, rest[0], group, layers=layers, plan=plan, shard=int(rest[1]))
+        kept.attach(optimizer)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            for step in range(15):
+                if isinstance(kept, HybridParallel):
+                    x = batch(step, kept.samples.rank)
+                    kept.step(x, x, loss=loss_of)
+                else:
+                    loss_of(call(batch(step, group.rank))).backward()
+                differs = step >= 4 and group.rank == 1
+                if not (differs and mistake == "a step"):
+                    optimizer.step()
+                optimizer.zero_grad()
+                is_worse = mistake == "none" or (differs and mistake == "a loss")
+                scheduler.step(1.0 if is_worse else 1 / (1 + step))
+        except MismatchError as exc:
+            return [str(exc)]
+    return [str(warning.message) for warning in caught]
+
+
+GATHERING = ("stage 1", "stage 2", "stage 3", "fsdp", "mesh dp=2 1")  # wait in a step for all ranks
+TRAINED = ("data", "averaging", *GATHERING, "mesh dp=2 0", "mesh tp=2 0")
+LATER = {
+    "none": "",
+    "a loss": r"rank 1  step 7, parameter group 0: {'lr': 0\.00",
+    "a step": r"rank 0  step 5, parameter group 0: {'lr': 0\.05.*\n  rank 1  step 5: none",
+}
+
+
+def _go_on_with_all(group: Group, mistake: str) -> dict[str, list[str]]:
+    some = [engine for engine in TRAINED if mistake != "a step" or engine not in GATHERING]
+    return {engine: _go_on(group, engine, mistake) for engine in some}
+
+
+@pytest.mark.parametrize("mistake", LATER)
+def test_steps_with_other_settings_on_a_rank_are_named_later_too(procs, mistake):
+    for rank in procs(2, _go_on_with_all, mistake):
+        for engine, texts in rank.items():
+            found = [text for text in texts if "step with different settings" in text]
+            assert len(found) == bool(LATER[mistake]), (engine, texts)
+            assert re.search(LATER[mistake], "".join(found)), (engine, texts)
+
+
 class Odd(torch.optim.SGD):
     """Has settings and states of unusual types."""
 

@@ -7,16 +7,17 @@ from braid.parallel.context_parallel.loss import mean_over_sequence, shifted_lab
 from braid.parallel.context_parallel.model import ContextParallel, context_parallel
 from braid.parallel.context_parallel.ring import ring_attention, ring_costs
 from braid.parallel.context_parallel.sequence import (
+    BatchSplitter,
     gather_sequence,
     join_sequence,
     pad_sequence,
     padded_length,
     position_ids,
-    split_batch,
     split_sequence,
 )
 
 __all__ = [
+    "BatchSplitter",
     "ContextParallel",
     "all_to_all_attention",
     "all_to_all_costs",
@@ -30,6 +31,5 @@ __all__ = [
     "ring_attention",
     "ring_costs",
     "shifted_labels",
-    "split_batch",
     "split_sequence",
 ]

@@ -26,15 +26,16 @@ from braid.comm import Group
 from braid.comm.autograd import all_gather
 from braid.comm.autograd.nested import map_tensors, tensors_in
 from braid.errors import ConfigError
+from braid.parallel.gradients.same_batches import SameBatches
 
 __all__ = [
+    "BatchSplitter",
     "chunks_of",
     "gather_sequence",
     "join_sequence",
     "pad_sequence",
     "padded_length",
     "position_ids",
-    "split_batch",
     "split_sequence",
 ]
 
@@ -144,26 +145,42 @@ def position_ids(
     return split_sequence(size, rank, torch.arange(length, device=device), 0, balanced=balanced)
 
 
-def split_batch(group: Group, batch: Any, target: Any) -> tuple[Any, Any]:
-    """Return this rank's positions of inputs, with their position ids, and of targets.
-
-    A group of one rank gets inputs and targets as they are, without position ids.
+class BatchSplitter:
+    """Splits batches along their sequences; the ranks must get the same batches.
 
     Args:
         group: Ranks that share each sequence.
-        batch: Any containers of tensors of shape (rows, length, ...).
-        target: Targets, of the same form.
     """
-    if group.size == 1:
-        return batch, target
-    first = next(iter(tensors_in(batch)))
-    rows, length = first.shape[:2]
-    positions = position_ids(group.size, group.rank, length, device=first.device)
-    inputs, targets = (
-        map_tensors(value, lambda x: split_sequence(group.size, group.rank, x, 1))
-        for value in (batch, target)
-    )
-    return (inputs, positions.expand(rows, -1)), targets
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._comparison = SameBatches()
+
+    def split(self, batch: Any, target: Any) -> tuple[Any, Any]:
+        """Return this rank's positions of inputs, with their position ids, and of targets.
+
+        A group of one rank gets inputs and targets as they are, without position ids.
+
+        Args:
+            batch: Any containers of tensors of shape (rows, length, ...).
+            target: Targets, of the same form.
+
+        Raises:
+            MismatchError: Ranks got different batches; they are compared in some calls.
+        """
+        group = self._group
+        if group.size == 1:
+            return batch, target
+        if self._comparison.is_due():
+            self._comparison.require(group, "batches", (batch, target))
+        first = next(iter(tensors_in(batch)))
+        rows, length = first.shape[:2]
+        positions = position_ids(group.size, group.rank, length, device=first.device)
+        inputs, targets = (
+            map_tensors(value, lambda x: split_sequence(group.size, group.rank, x, 1))
+            for value in (batch, target)
+        )
+        return (inputs, positions.expand(rows, -1)), targets
 
 
 def padded_length(size: int, length: int, *, balanced: bool = True) -> int:

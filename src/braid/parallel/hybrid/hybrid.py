@@ -37,10 +37,7 @@ from braid.checkpoint.snapshot import OWN, JoinedSnapshot, param_of
 from braid.checkpoint.training_state import kept_buffers, merged_numbers
 from braid.comm import Group
 from braid.errors import ConfigError, raise_all
-from braid.parallel.context_parallel import (
-    context_parallel,
-    split_batch,
-)
+from braid.parallel.context_parallel import BatchSplitter, context_parallel
 from braid.parallel.expert_parallel import (
     average_gradients,
     divide_experts,
@@ -50,6 +47,7 @@ from braid.parallel.expert_parallel import (
 from braid.parallel.gradients import ParamRecord, ParamTable
 from braid.parallel.gradients.exact_norm import clip_counted_
 from braid.parallel.gradients.hashing import compare_optimizers
+from braid.parallel.gradients.step_settings import StepSettings
 from braid.parallel.graph import CapturedGraph
 from braid.parallel.hybrid.sharded_stages import ShardedStages
 from braid.parallel.hybrid.snapshot import HybridSnapshot
@@ -178,8 +176,11 @@ class HybridParallel:
                 mesh_group=group,
                 stage=shard,
             )
+        self.pipeline.shard_layers_over(self._tensor)
         self.pipeline.fail_with(self._tensor, self._sequence)
+        self._splitter = BatchSplitter(self._sequence)
         self._params = dict(model.named_parameters())
+        self._settings = StepSettings(self.named_pieces().values())
         self._owners = self._owners_of()
         guard(self)
 
@@ -256,7 +257,7 @@ class HybridParallel:
             Mean loss over all replicas, on all ranks.
         """
         self._check_weight(loss_weight)
-        inputs, targets = split_batch(self._sequence, batch, target)
+        inputs, targets = self._splitter.split(batch, target)
         if self._sharded is not None:
             self._sharded.sharding.begin_step()
             with self._sharded.sharding.no_sync():
@@ -267,6 +268,8 @@ class HybridParallel:
             mean_loss = self.pipeline.step(inputs, targets, loss=loss, loss_weight=loss_weight)
             if self._experts.size > 1:
                 average_gradients(self.pipeline, self._experts, self._alike)
+        if self._averages:
+            self._settings.averaged([self._replicas, self._tensor])
         is_averaged = self._adds_in_pipeline() or not self._averages
         return mean_loss if is_averaged else self._replicas.all_reduce(mean_loss, op="avg")
 
@@ -277,13 +280,10 @@ class HybridParallel:
         self._check_weight(loss_weight)
         if self._sharded is not None:
             self._sharded.sharding.begin_step()
-        parts = split_batch(self._sequence, batch, target)
+        parts = self._splitter.split(batch, target)
         mean_loss = self.pipeline.evaluate(*parts, loss=loss, loss_weight=loss_weight)
-        return (
-            mean_loss
-            if self._adds_in_pipeline()
-            else self._replicas.all_reduce(mean_loss, op="avg")
-        )
+        is_averaged = self._adds_in_pipeline()
+        return mean_loss if is_averaged else self._replicas.all_reduce(mean_loss, op="avg")
 
     @torch.no_grad()
     def clip_grad_norm_(

@@ -47,6 +47,7 @@ from braid.parallel.pipeline.microbatches import gather, num_rows, scatter, size
 from braid.parallel.pipeline.other_layers import OtherLayers
 from braid.parallel.pipeline.recomputing import check_recompute_policy
 from braid.parallel.pipeline.replicas import Replicas
+from braid.parallel.pipeline.shared_batch import SharedBatch
 from braid.parallel.pipeline.stage import Stage
 from braid.parallel.pipeline.tied import TiedParams
 from braid.parallel.pipeline.wired import Wire
@@ -189,6 +190,7 @@ class Pipeline(nn.Module):
             for layer in local_stage.layers:
                 register(self, layer)
         homes = [(self._homes[stage],) for stage in range(len(parts))]
+        self._shared = SharedBatch(group, homes[0], homes[-1])
         self.other_layers = OtherLayers(parts, homes, group.rank)
         if group.size > 1:
             part = f"pipeline rank {group.rank} of {group.size}"
@@ -248,8 +250,8 @@ class Pipeline(nn.Module):
         """Run forwards and backwards of a batch; gradients are added to `.grad`.
 
         Args:
-            batch: Input of the model: containers of tensors that are split along dim 0. All ranks
-                pass it, because they need its length; only the first stage reads the rest.
+            batch: Input of the model: containers of tensors that are split along dim 0; the same
+                on all ranks. Only the first stage reads it, but other ranks need its length.
             target: Targets of the loss, split in the same way; only the last stage reads them.
             loss: Function (output, target) that returns the mean loss of a micro-batch.
             loss_weight: Function of a micro-batch's targets that returns the number of terms of
@@ -359,6 +361,10 @@ class Pipeline(nn.Module):
         program = self._make(self.group.size, self._num_microbatches)
         return any(action.kind == "W" for actions in program.ranks for action in actions)
 
+    def shard_layers_over(self, group: Group) -> None:
+        """Require the same batches on the ranks of a group, which have shards of the layers."""
+        self._shared.layer_group = group
+
     def fail_with(self, *groups: Group) -> None:
         """Abort other groups of this rank when a step fails, so that no rank waits in them."""
         self._messages.others += [group for group in groups if group.size > 1]
@@ -396,13 +402,8 @@ class Pipeline(nn.Module):
         if not rows:
             msg = "a batch of 0 rows cannot be split into micro-batches: leave it out on all ranks"
             raise ConfigError(msg)
-        counts = self.group.all_gather(torch.tensor([rows])).tolist()
-        if len(set(counts)) > 1:
-            msg = (
-                f"ranks of a pipeline got batches of different sizes, {counts} rows by rank: "
-                "pass the same batch on all ranks"
-            )
-            raise ConfigError(msg)
+        self._shared.check_rows(rows)
+        self._shared.compare(batch, target)
         all_rows = [float(rows)] if loss is None else self._replicas.weights(rows)
         # replicas that gather parameters in each micro-batch need equal numbers of micro-batches
         fewest = round(min(all_rows)) if self._replicas.averages else rows

@@ -23,6 +23,7 @@ from braid.errors import CommError, ConfigError
 from braid.parallel.gradients import GradientHooks, ParamRecord
 from braid.parallel.gradients.autograd_grad import at_end_of_backward, is_returned
 from braid.parallel.gradients.gradient_hooks import GradientListener
+from braid.parallel.gradients.step_settings import StepSettings
 from braid.parallel.sharding.flat_gradients import STAGE_OF_PARAMETERS, FlatGradients
 from braid.parallel.sharding.flat_shard import FlatShard
 
@@ -73,6 +74,7 @@ class ShardReducer(GradientListener):
         self._missing: dict[int, int] = {}
         self._seen: set[int] = set()
         self._groups = list(groups)
+        self._settings = StepSettings(p for g in gradients for p in g.flat.owned)
         self._firsts: dict[int, int] = {}
         for number, (leaf_gradients, _) in enumerate(leaves):
             self._firsts.setdefault(id(leaf_gradients), number)
@@ -227,6 +229,8 @@ class ShardReducer(GradientListener):
                 "on all ranks: continue with the next step, or end the rank"
             )
             raise CommError(msg)
+        if self._sums:
+            self._settings.averaged(self._groups)
 
     def _finish_sums(self) -> list[int]:
         """Wait for all sums and deliver them; return the ranks that have abandoned the backward."""

@@ -38,6 +38,7 @@ from braid.parallel.gradients.hashing import compare_values
 from braid.parallel.gradients.incomplete import note_parts
 from braid.parallel.gradients.state_parts import name_parts
 from braid.parallel.tensor_parallel.by_modules import divide_by_modules
+from braid.parallel.tensor_parallel.compared_calls import compare_calls
 from braid.parallel.tensor_parallel.insertion import (
     Division,
     InsertionOptions,
@@ -100,6 +101,7 @@ def parallelize(
     if group.size > 1:
         note_parts(model)
         name_parts(model)
+        compare_calls(model, group)
     return division
 
 

@@ -27,6 +27,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from braid.comm import Group
 from braid.errors import ConfigError
 from braid.parallel.data_parallel.ddp.arguments import arguments_in_common, caps_of, finite_check_of
 from braid.parallel.data_parallel.ddp.param_snapshot import ParamSnapshot
@@ -47,6 +48,7 @@ from braid.parallel.gradients.hashing import compare_optimizers
 from braid.parallel.gradients.lost_requests import reclaim_lost_requests
 from braid.parallel.gradients.optimizer_in_place import ChangedOptimizer, change_in_place
 from braid.parallel.gradients.process_groups import group_of
+from braid.parallel.gradients.step_settings import StepSettings
 
 __all__ = ["AveragingOptimizer"]
 
@@ -114,7 +116,7 @@ class AveragingOptimizer:
             table.make_equal(group, arguments_in_common(options, nonfinite))
             compare_optimizers(group, optimizer)
             reclaim_lost_requests(group)
-        listener = _Listener(group.ranks, handler)
+        listener = _Listener(group, table, handler)
         # a hook: schedulers created earlier would bypass a method `step`
         before_step = partial(_before_step, weakref.ref(optimizer))
         change_in_place(
@@ -130,12 +132,14 @@ class AveragingOptimizer:
 
 
 class _Listener(ReducerListener):
-    def __init__(self, ranks: tuple[int, ...], handler: NonfiniteHandler) -> None:
-        self._ranks = ranks
+    def __init__(self, group: Group, table: ParamTable, handler: NonfiniteHandler) -> None:
+        self._group = group
+        self._settings = StepSettings(record.param for record in table)
         self._handler = handler
 
     def on_averaged(self, outcome: AveragingOutcome) -> None:
-        handle_nonfinite(outcome, self._ranks, self._handler)
+        handle_nonfinite(outcome, self._group.ranks, self._handler)
+        self._settings.averaged([self._group])
 
 
 class _Averaging(ChangedOptimizer):

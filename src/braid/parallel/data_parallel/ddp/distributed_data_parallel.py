@@ -102,7 +102,8 @@ class DistributedDataParallel(TorchNames, CopyableWrapper):
             With steps inside of backward it is not late.
         check_all: Whether to check every number for NaN and infinity, not one per gradient.
         hash_every: Compare parameters of all ranks after every n-th averaging, and raise if they
-            differ. When 0, they are compared before the steps 2, 20 and 200, with a warning.
+            differ. When 0, they are compared before the steps 2, 20, 200 and so on, with a
+            warning.
         hook: Name of a communication hook, such as "bf16", "topk:0.01" or "powersgd:rank=2"
             (`hooks.hook_of`).
 

@@ -53,6 +53,7 @@ from braid.parallel.pipeline.microbatches import num_rows, scatter, sizes_of
 from braid.parallel.pipeline.other_layers import OtherLayers
 from braid.parallel.pipeline.recomputing import check_recompute_policy
 from braid.parallel.pipeline.replicas import Replicas
+from braid.parallel.pipeline.shared_batch import SharedBatch
 from braid.parallel.pipeline.stage import Stage
 from braid.parallel.pipeline.wired import Wire
 from braid.programs.schedule import Action, Program
@@ -189,6 +190,7 @@ class AsynchronousPipeline(nn.Module):
         if len(counts) > 1:  # state dicts name the stage
             part = f"pipeline stage {self.stage} of {len(counts)}"
             note_incomplete(self, lambda pipeline: pipeline._params, lambda *_: "", part)  # noqa: SLF001
+        self._shared = SharedBatch(group, self._placement[0], self._placement[-1])
         self.other_layers = OtherLayers(parts, self._placement, group.rank)
         for layer in own_layers:
             register(self, layer)
@@ -256,6 +258,7 @@ class AsynchronousPipeline(nn.Module):
         rows, size = num_rows(batch), self.group.size
         sizes = sizes_of(rows, size)
         check_target(target, rows)
+        self._shared.compare(batch, target)
         targets = scatter(target, sizes)
 
         def loss_of(output: Any, i: int) -> torch.Tensor:
@@ -276,6 +279,7 @@ class AsynchronousPipeline(nn.Module):
     ) -> torch.Tensor:
         first = self.num_microbatches
         stream = MicrobatchStream(microbatches, count, seed=self._seed, first=first)
+        self._shared.compare(stream[0], stream.target(0))
         program = self.program(count)
         actions = program.ranks[self.group.rank]
         self._versions.begin(a.version for a in actions if a.kind == "F")

@@ -1,0 +1,93 @@
+"""Comparison of batches over ranks that work on one batch together.
+
+Problem: the stages of a pipeline and the shards of a layer need the same batch on all ranks. A
+sampler that divides the data over all ranks, or another seed for shuffling on each rank, gives them
+different batches. Inputs of one batch then meet targets, or terms of sums, of another one, and
+training only gives bad results.
+
+Idea: ranks compare one number for each value, in the first two calls and in every `EVERY`-th. The
+number is a projection of the tensors, relative to their norms, so that rounding errors of values
+that ranks have computed do not count as differences.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from braid.comm import Group
+from braid.comm.autograd.nested import tensors_in
+from braid.errors import MismatchError
+from braid.types import ranks_text, text_digest
+
+__all__ = ["SameBatches"]
+
+EVERY = 50  # calls; a comparison takes a pass over the batch and a small message
+NUM_COLUMNS = 509  # a prime, so that other orders of rows give another number
+TOLERANCE = 0.02  # bfloat16 rounds by 0.004, and numbers of different batches are about 1 apart
+ADVICE = (
+    "Give the ranks of one replica the same batches: pass the number of replicas and the number of "
+    "this rank's replica to the sampler, instead of the world size and the rank, and shuffle with "
+    "the same seed (a HybridParallel has both in `samples`)"
+)
+
+
+class SameBatches:
+    """Comparison of values over ranks; call its methods on all ranks, with the same due calls."""
+
+    def __init__(self) -> None:
+        self._number = 0
+
+    def is_due(self) -> bool:
+        """Count a call, and return whether its values should be compared."""
+        self._number += 1
+        return self._number <= 2 or not self._number % EVERY
+
+    def differing(self, group: Group, *values: Any, root: int = 0) -> list[list[int]]:
+        """Return for each value the global ranks with another one than member `root`; a collective.
+
+        Cost: a pass over the tensors, and one all_gather of 16 bytes per value.
+        """
+        mine = torch.tensor([_projected(value) for value in values], dtype=torch.float64)
+        table = group.all_gather(mine).view(group.size, len(values), 2)
+        forms, numbers = (table - table[root]).abs().unbind(-1)
+        differ = ((forms > 0) | (numbers > TOLERANCE)).T
+        return [[group.ranks[i] for i in row.nonzero().flatten().tolist()] for row in differ]
+
+    def require(self, group: Group, name: str, value: Any) -> None:
+        """Check that all members have the same value; a collective.
+
+        Raises:
+            MismatchError: Some members have another one; `name` is its name in the message.
+        """
+        (others,) = self.differing(group, value)
+        if others:
+            msg = (
+                f"the {name} on {ranks_text(others)} are not the {name} on rank {group.ranks[0]}, "
+                f"but {ranks_text(group.ranks)} compute one batch together. {ADVICE}"
+            )
+            raise MismatchError(msg)
+
+
+@torch.no_grad()
+def _projected(value: Any) -> tuple[float, float]:
+    """Return a number of the form of a value's tensors, and a number of their elements."""
+    forms, number = [], 0.0
+    for position, tensor in enumerate(tensors_in(value), 1):
+        forms.append(f"{list(tensor.shape)} {tensor.dtype}")
+        has_numbers = tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_meta)
+        if has_numbers and tensor.numel():
+            number += position * _number_of(tensor.detach())
+    return float(text_digest(" ".join(forms)) >> 12), number
+
+
+def _number_of(tensor: torch.Tensor) -> float:
+    """Return a projection of a tensor's elements, relative to their norm."""
+    flat = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    flat = flat.reshape(-1).to(torch.float32).nan_to_num()
+    norm = float(torch.linalg.vector_norm(flat, dtype=torch.float64))
+    padding = -len(flat) % NUM_COLUMNS
+    rows = torch.nn.functional.pad(flat, (0, padding)).view(-1, NUM_COLUMNS)
+    signs = (torch.arange(NUM_COLUMNS, dtype=torch.float64, device=rows.device).square() + 1).sin()
+    return float(rows.sum(0, dtype=torch.float64) @ signs) / norm if norm else 0.0
