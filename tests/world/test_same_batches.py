@@ -162,6 +162,26 @@ def test_ranks_with_another_batch_are_named(procs, differs):
             assert (expected or "") in "".join(texts), (engine, texts)
 
 
+def _drop(group: Group, seed: int) -> list[str]:
+    torch.set_num_threads(1)
+    model = nn.Sequential(Net(), nn.Dropout(0.2), Net())
+    braid.parallelize(model, group, PLAN)
+    torch.manual_seed(seed * group.rank)
+    try:
+        for call in range(3):
+            model(values(call, 4, 4)).sum().backward()
+    except MismatchError as exc:
+        return [str(exc)]
+    return []
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_other_random_numbers_between_shards_are_named(procs, seed):
+    for texts in procs(2, _drop, seed):
+        assert ["the outputs on rank 1 are not" in text for text in texts] == [True] * seed
+        assert all("torch.manual_seed" in text for text in texts)
+
+
 def _evaluate_alone(group: Group) -> list[float]:
     model = Net()
     whole = model(values(0, 3, 4)).sum().item()

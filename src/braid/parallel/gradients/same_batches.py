@@ -55,17 +55,18 @@ class SameBatches:
         differ = ((forms > 0) | (numbers > TOLERANCE)).T
         return [[group.ranks[i] for i in row.nonzero().flatten().tolist()] for row in differ]
 
-    def require(self, group: Group, name: str, value: Any) -> None:
+    def require(self, group: Group, name: str, value: Any, advice: str = ADVICE) -> None:
         """Check that all members have the same value; a collective.
 
         Raises:
-            MismatchError: Some members have another one; `name` is its name in the message.
+            MismatchError: Some members have another one. The message has its `name`, a plural, and
+                `advice`.
         """
         (others,) = self.differing(group, value)
         if others:
             msg = (
                 f"the {name} on {ranks_text(others)} are not the {name} on rank {group.ranks[0]}, "
-                f"but {ranks_text(group.ranks)} compute one batch together. {ADVICE}"
+                f"but {ranks_text(group.ranks)} compute one batch together. {advice}"
             )
             raise MismatchError(msg)
 

@@ -101,7 +101,7 @@ def parallelize(
     if group.size > 1:
         note_parts(model)
         name_parts(model)
-        compare_calls(model, group)
+        compare_calls(model, group, gathers=gather_outputs)
     return division
 
 
