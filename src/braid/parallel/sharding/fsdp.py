@@ -25,7 +25,7 @@ from braid.errors import ConfigError
 from braid.parallel.gradients.process_groups import group_of
 from braid.parallel.sharding import gathered_state
 from braid.parallel.sharding.engine import Sharding
-from braid.parallel.sharding.optimizer import refuse_wrong_rules
+from braid.parallel.sharding.optimizer import check_first_batch, refuse_wrong_rules
 from braid.parallel.sharding.options import ShardingOptions
 from braid.parallel.sharding.policies import offload_of, precision_of
 
@@ -232,6 +232,7 @@ def make_sharding(
         unit.input_dtype = precision.param_dtype
     sharding.units[0].output_dtype = precision.output_dtype
     refuse_wrong_rules(sharding)
+    check_first_batch(sharding)
     return sharding
 
 

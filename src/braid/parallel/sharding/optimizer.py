@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from braid.errors import ConfigError, raise_all
+from braid.parallel.gradients.first_batch import FirstBatch
 from braid.parallel.gradients.grad_scaler import AgreedGradScaler
 from braid.parallel.gradients.hashing import compare_optimizers
 from braid.parallel.gradients.incomplete import check_steps, engines_of
@@ -28,6 +29,7 @@ from braid.parallel.sharding.options import ShardingOptions
 __all__ = [
     "ShardedGradScaler",
     "attach",
+    "check_first_batch",
     "has_pieces",
     "needs_whole",
     "refuse_wrong_rules",
@@ -97,6 +99,7 @@ def shard_optimizer(
     )
     attach(sharding, optimizer, whole=whole)
     refuse_wrong_rules(sharding)
+    check_first_batch(sharding)
     return sharding
 
 
@@ -156,6 +159,20 @@ def attach(
 
     optimizer.register_step_pre_hook(before_step)
     optimizer.register_step_post_hook(after_step)
+
+
+def check_first_batch(sharding: Sharding) -> None:
+    """Log probable mistakes in the first batches of a sharded model; see `FirstBatch`."""
+    advice = "use batches of one size, or leave out the last samples"
+    first = FirstBatch(sharding.model, sharding.places.group, advice)
+    sharding.reducer.first_batch = first
+
+    def note(_model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.is_grad_enabled():
+            handle.remove()
+            first.note_input(args, kwargs)
+
+    handle = sharding.model.register_forward_pre_hook(note, with_kwargs=True)
 
 
 def refuse_wrong_rules(sharding: Sharding) -> None:

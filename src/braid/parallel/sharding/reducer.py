@@ -22,6 +22,7 @@ from braid.comm import Group
 from braid.errors import CommError, ConfigError
 from braid.parallel.gradients import GradientHooks, ParamRecord
 from braid.parallel.gradients.autograd_grad import at_end_of_backward, is_returned
+from braid.parallel.gradients.first_batch import FirstBatch
 from braid.parallel.gradients.gradient_hooks import GradientListener
 from braid.parallel.gradients.step_settings import StepSettings
 from braid.parallel.sharding.flat_gradients import STAGE_OF_PARAMETERS, FlatGradients
@@ -51,6 +52,7 @@ class ShardReducer(GradientListener):
         is_in_backward: Whether a backward has begun and not ended; True in a forward if the last
             backward raised.
         order: Vectors in the order in which their sums are started.
+        first_batch: Checks of the first batch; None without checks, and afterwards.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class ShardReducer(GradientListener):
         on_end: Callable[[], None],
     ) -> None:
         self.synchronizes = True
+        self.first_batch: FirstBatch | None = None
         self.order = list(gradients)
         self._gradients = list(gradients)
         self._before_end = before_end
@@ -211,6 +214,8 @@ class ShardReducer(GradientListener):
         for busy in gradients.busy():
             busy.finish()
         first = self._firsts[id(gradients)]
+        if self.first_batch is not None:
+            self.first_batch.note_gradients(first, gradients.local_gradients())
         has = gradients.has_gradients()  # on this rank
         self._has[first : first + len(has)] = torch.tensor(has, dtype=torch.uint8)
         gradients.launch()
@@ -231,6 +236,9 @@ class ShardReducer(GradientListener):
             raise CommError(msg)
         if self._sums:
             self._settings.averaged(self._groups)
+            if self.first_batch is not None:
+                self.first_batch.report(is_weighted=False)
+                self.first_batch = None
 
     def _finish_sums(self) -> list[int]:
         """Wait for all sums and deliver them; return the ranks that have abandoned the backward."""

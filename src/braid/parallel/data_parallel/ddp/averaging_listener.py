@@ -24,7 +24,6 @@ from torch import nn
 
 from braid.comm import Group, Work
 from braid.errors import ConfigError, MismatchError
-from braid.parallel.data_parallel.ddp.first_batch import FirstBatch
 from braid.parallel.data_parallel.ddp.join import Join, Joinable
 from braid.parallel.data_parallel.ddp.module_buffers import ModuleBuffers
 from braid.parallel.data_parallel.ddp.once_warnings import OnceWarnings
@@ -37,6 +36,7 @@ from braid.parallel.gradients import (
     RankState,
     ReducerListener,
 )
+from braid.parallel.gradients.first_batch import FirstBatch
 from braid.parallel.gradients.hashing import EARLY, compare_values, warn_of_different
 from braid.parallel.gradients.step_settings import StepSettings
 
@@ -145,7 +145,7 @@ class AveragingListener(ReducerListener):
     def on_first_launch(self, bucket: Bucket) -> None:
         """Record this rank's first gradients."""
         if self.first_batch is not None:
-            self.first_batch.note_gradients(bucket)
+            self.first_batch.note_gradients(bucket.index, bucket.buffer.views)
 
     def start_beside_status(self) -> Sequence[Work]:
         """Start to send buffers that changed in the last step; return the works to wait for."""

@@ -37,7 +37,6 @@ from braid.parallel.data_parallel.ddp.arguments import (
 )
 from braid.parallel.data_parallel.ddp.averaging_listener import AveragingListener, MakeOptimizer
 from braid.parallel.data_parallel.ddp.copies import CopyableWrapper
-from braid.parallel.data_parallel.ddp.first_batch import FirstBatch
 from braid.parallel.data_parallel.ddp.introspection import IGNORED, TorchNames
 from braid.parallel.data_parallel.ddp.join import Join, Joinable, JoinHook, syncs_in_forward
 from braid.parallel.data_parallel.ddp.mixed_precision import precision_of
@@ -49,6 +48,7 @@ from braid.parallel.data_parallel.hooks.catalogue import hook_of
 from braid.parallel.data_parallel.replicas.data_parallel import DataParallel
 from braid.parallel.gradients import GradientReducer, Hook, ParamTable
 from braid.parallel.gradients.bucket_times import BucketTimes
+from braid.parallel.gradients.first_batch import FirstBatch
 from braid.parallel.gradients.loss_weight import checked_weight
 from braid.parallel.gradients.lost_requests import reclaim_lost_requests
 from braid.parallel.gradients.process_groups import group_of, shown_group_of

@@ -12,10 +12,11 @@ from training import batch, linear
 
 from braid.comm import Group
 from braid.parallel.data_parallel import DistributedDataParallel
-from braid.parallel.data_parallel.ddp.first_batch import same_batch, unequal_rows
+from braid.parallel.gradients.first_batch import same_batch, unequal_rows
+from braid.parallel.sharding import FullyShardedDataParallel, fully_shard, shard_optimizer
 from support.worlds import run_threads
 
-LOGGER = "braid.parallel.data_parallel.ddp.first_batch"
+LOGGER = "braid.parallel.gradients.first_batch"
 
 
 class Lines(logging.Handler):
@@ -48,6 +49,23 @@ def _train(
         model(x).square().mean().backward()
 
 
+def _train_sharded(group: Group, share: Callable[[Group, int], torch.Tensor], engine: str) -> None:
+    model, call = linear(4, 2), None
+    if engine == "FSDP":
+        call = FullyShardedDataParallel(model, group)
+    elif engine == "fully_shard":
+        call = fully_shard(model, process_group=group)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        call = model
+        kept = shard_optimizer(optimizer, model, process_group=group, stage=int(engine))
+        assert kept.model is model
+    with torch.no_grad():
+        call(batch(0, 0))
+    for step in range(2):
+        call(share(group, step)).square().mean().backward()
+
+
 def _own(group: Group, step: int) -> torch.Tensor:
     return batch(group.rank, step)
 
@@ -58,6 +76,18 @@ def _same(_group: Group, step: int) -> torch.Tensor:
 
 def _unequal(group: Group, step: int) -> torch.Tensor:
     return batch(group.rank, step, rows=3 + (group.rank == 1))
+
+
+@pytest.mark.parametrize("engine", ["1", "2", "3", "FSDP", "fully_shard"])
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [(_own, None), (_same, "every rank seems to compute the same batch"), (_unequal, "weigh more")],
+)
+def test_sharded_models_have_the_same_checks(logged, engine, share, text):
+    run_threads(2, _train_sharded, share, engine)
+    assert len(logged) == (text is not None)
+    assert (text or "") in "".join(logged)
+    assert "set_loss_weight" not in "".join(logged)
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -24,13 +24,14 @@ from torch import nn
 
 from braid.comm import Group
 from braid.comm.autograd.nested import tensors_in
-from braid.parallel.gradients import Bucket
 from braid.parallel.gradients.hashing import checksum
+from braid.runtime.torch_internals import sparse_values
 from braid.types import first_few
 
 __all__ = ["FirstBatch", "same_batch", "unequal_rows"]
 
 LOG = logging.getLogger(__name__)
+WEIGH = "call set_loss_weight(num_rows) before each forward, or use batches of one size"
 
 
 class FirstBatch:
@@ -39,18 +40,19 @@ class FirstBatch:
     Args:
         module: Model that is trained.
         group: Ranks that train together.
+        advice: Advice for batches of different sizes.
 
     Attributes:
         is_known: Whether an input has been seen.
     """
 
-    def __init__(self, module: nn.Module, group: Group) -> None:
+    def __init__(self, module: nn.Module, group: Group, advice: str = WEIGH) -> None:
         kinds = group.engine.device_types
         self._device = torch.device("cpu" if "cpu" in kinds else min(kinds))
         self._model = type(module).__name__
         # recurrent layers and attention of torch have this attribute
         self._has_rows_first = all(getattr(m, "batch_first", True) for m in module.modules())
-        self._group = group
+        self._group, self._advice = group, advice
         self._sums = 0  # checksum
         self._has_values = False
         self._is_finite = True
@@ -62,17 +64,13 @@ class FirstBatch:
         self.is_known = True
         self._inputs = list(tensors_in([*args, *kwargs.values()]))
 
-    def note_gradients(self, bucket: Bucket) -> None:
-        """Record the gradients of a bucket that is about to be sent."""
-        flat = bucket.buffer.tensor.detach()
-        if not flat.numel():
-            return
-        wide = torch.complex128 if flat.is_complex() else torch.float64
-        summed = [view.sum(dtype=wide).item() for view in bucket.buffer.views]
+    def note_gradients(self, number: int, grads: Sequence[torch.Tensor]) -> None:
+        """Record the gradients of bucket `number`, which is about to be sent."""
+        summed = [_sum_of(grad.detach()) for grad in grads if grad.numel()]
         self._has_values |= any(summed)
         self._is_finite &= all(map(cmath.isfinite, summed))
         digest = zlib.crc32(repr(summed).encode())
-        self._sums ^= zlib.crc32(bucket.index.to_bytes(4, "little"), digest)
+        self._sums ^= zlib.crc32(number.to_bytes(4, "little"), digest)
 
     def report(self, *, is_weighted: bool) -> None:
         """Compare ranks, and log probable mistakes on rank 0; a collective.
@@ -92,7 +90,8 @@ class FirstBatch:
         if all(telling and sums == rows[0][0] for sums, telling, _ in rows):
             text = same_batch(self._model, [digest for (digest,) in self._gathered([self._digest])])
         if text is None and not is_weighted:
-            text = unequal_rows(self._model, self._group.ranks, [number for _, _, number in rows])
+            numbers = [number for _, _, number in rows]
+            text = unequal_rows(self._model, self._group.ranks, numbers, self._advice)
         self._inputs = []
         if text is not None and self._group.rank == 0:
             LOG.warning("braid: %s", text)
@@ -128,13 +127,16 @@ def same_batch(model: str, digests: Sequence[int]) -> str | None:
     )
 
 
-def unequal_rows(model: str, ranks: Sequence[int], num_rows: Sequence[int]) -> str | None:
+def unequal_rows(
+    model: str, ranks: Sequence[int], num_rows: Sequence[int], advice: str = WEIGH
+) -> str | None:
     """Return a warning if the first inputs have unequal numbers of rows, else None.
 
     Args:
         model: Name of the model.
         ranks: Ranks that train together.
         num_rows: Extent of dim 0 of the inputs, by rank; 0 if unknown.
+        advice: Advice at the end of the message.
     """
     known = {rank: rows for rank, rows in zip(ranks, num_rows, strict=True) if rows}
     if len(set(known.values())) < 2:
@@ -142,9 +144,14 @@ def unequal_rows(model: str, ranks: Sequence[int], num_rows: Sequence[int]) -> s
     listed = first_few([f"{rows} on rank {rank}" for rank, rows in known.items()], 4)
     return (
         f"dim 0 of the first inputs of {model} differs among ranks ({listed}). If dim 0 is the "
-        "batch, samples of small batches weigh more in the averaged gradients: call "
-        "set_loss_weight(num_rows) before each forward, or use batches of one size"
+        f"batch, samples of small batches weigh more in the averaged gradients: {advice}"
     )
+
+
+def _sum_of(grad: torch.Tensor) -> complex:
+    """Return the sum of a gradient's numbers, in double precision."""
+    values = sparse_values(grad) if grad.is_sparse else grad
+    return values.sum(dtype=torch.complex128 if grad.is_complex() else torch.float64).item()
 
 
 def _num_rows(inputs: Sequence[torch.Tensor]) -> int:
