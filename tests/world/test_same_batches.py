@@ -16,6 +16,7 @@ import braid
 from braid.comm import Group
 from braid.errors import MismatchError
 from braid.parallel import tensor_parallel
+from braid.parallel.context_parallel import context_parallel
 from braid.parallel.gradients.same_batches import SameBatches
 from braid.parallel.hybrid import HybridParallel
 from braid.parallel.pipeline.asynchronous import AsynchronousPipeline
@@ -101,9 +102,26 @@ def values(number: int, *size: int) -> torch.Tensor:
 def _batch(group: Group, differs: str, call: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and targets; rank 1 has others from call 40 on."""
     wrong = call >= 40 and group.rank == 1
-    x = values(2 * call + 1000 * (wrong and differs in {"inputs", "both"}), 4, 4)
-    y = values(2 * call + 1 + 1000 * (wrong and differs in {"targets", "both"}), 4, 4)
+    x = values(2 * call + 1000 * (wrong and differs in {"inputs", "both"}), 4, 4, 4)
+    y = values(2 * call + 1 + 1000 * (wrong and differs in {"targets", "both"}), 4, 4, 4)
     return x, y
+
+
+class Positions(nn.Module):
+    """Takes inputs and their position ids."""
+
+    def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return pair[0] + pair[1][..., None]
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)[:, None]
+        return functional.scaled_dot_product_attention(y, y, y, is_causal=True)
 
 
 def _train(group: Group, engine: str, differs: str) -> list[str]:
@@ -126,9 +144,16 @@ def _train(group: Group, engine: str, differs: str) -> list[str]:
                 )
                 for call in range(CALLS):
                     pipeline.train_on([_batch(group, differs, call)] * 2, loss=loss)
+            elif engine == "context":
+                attention = Attention().double()
+                context_parallel(attention, group, inputs={"x": 1})
+                for call in range(CALLS):
+                    x, y = _batch(group, differs, call)
+                    attention(x).square().mean().backward()
             else:
                 plan = PLAN if "tp" in engine else None
-                hybrid = HybridParallel(model, engine, group, layers=list(model.blocks), plan=plan)
+                layers = [Positions(), *model.blocks] if "cp" in engine else list(model.blocks)
+                hybrid = HybridParallel(model, engine, group, layers=layers, plan=plan)
                 for call in range(CALLS):
                     hybrid.step(*_batch(group, differs, call), loss=loss)
         except MismatchError as exc:
@@ -136,7 +161,7 @@ def _train(group: Group, engine: str, differs: str) -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
-ENGINES = ("tensor", "tp=2", "pp=2", "asynchronous")
+ENGINES = ("tensor", "tp=2", "pp=2", "cp=2", "context", "asynchronous")
 SAID = {
     ("tensor", "inputs"): "the inputs on rank 1 are not the inputs on rank 0",
     ("tensor", "targets"): "the gradients of the outputs on rank 1 are not the gradients",
@@ -144,6 +169,11 @@ SAID = {
     ("tp=2", "inputs"): "the inputs on rank 1 are not the inputs on rank 0",
     ("tp=2", "targets"): "the targets on rank 1 are not the targets on rank 0",
     ("tp=2", "both"): "the inputs on rank 1 are not the inputs on rank 0",
+    ("cp=2", "inputs"): "the batches on rank 1 are not the batches on rank 0",
+    ("cp=2", "targets"): "the batches on rank 1 are not the batches on rank 0",
+    ("cp=2", "both"): "the batches on rank 1 are not the batches on rank 0",
+    ("context", "inputs"): "the inputs on rank 1 are not the inputs on rank 0",
+    ("context", "both"): "the inputs on rank 1 are not the inputs on rank 0",
     ("pp=2", "both"): "read batches on rank 0 and rank 1, which got different batches",
     ("asynchronous", "both"): "read batches on rank 0 and rank 1, which got different batches",
 }

@@ -30,6 +30,7 @@ from braid.parallel.context_parallel.heads import all_to_all_attention
 from braid.parallel.context_parallel.ring import ring_attention
 from braid.parallel.context_parallel.sequence import position_ids, split_sequence
 from braid.parallel.context_parallel.transformers import Transformers, is_transformers
+from braid.parallel.gradients.same_batches import SameBatches
 from braid.runtime.torch_internals import forward_pre_hooks
 
 __all__ = ["ContextParallel", "context_parallel"]
@@ -128,6 +129,7 @@ class ContextParallel(AbstractContextManager["ContextParallel"]):
         self._signature = inspect.signature(model.forward)
         self._modes: list[_AttentionMode] = []
         self._attention = attention
+        self._comparison = SameBatches()
         self._num_calls = 0
         self._adapter = Transformers(model, group) if is_transformers(model) else None
         # hooks in this order: a leave follows each enter, also after an exception
@@ -176,6 +178,8 @@ class ContextParallel(AbstractContextManager["ContextParallel"]):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Split the inputs, and pass this rank's positions to the model."""
         self._num_calls = 0
+        if self._comparison.is_due():
+            self._comparison.require(self._group, "inputs", (args, kwargs))
         bound = self._signature.bind(*args, **kwargs)
         values, size, rank = bound.arguments, self._group.size, self._group.rank
         present = {n: dim for n, dim in self._inputs.items() if values.get(n) is not None}
