@@ -335,6 +335,7 @@ def train(
     after_backward: Callable[[ElasticTraining, nn.Module], object] = lambda *_: None,
     evaluate_every: int = 0,
     *,
+    in_update: Callable[[ElasticTraining], object] = lambda _: None,
     change: Callable[[TrainingState], TrainingState] = lambda state: state,
     order: Mapping[str, Any] = {"shuffle": True},
     **options: Any,
@@ -352,6 +353,7 @@ def train(
 
     def update() -> None:
         members.visit("update")
+        in_update(run)
         optimizer.step()
         scheduler.step()
 

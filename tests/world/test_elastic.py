@@ -24,10 +24,11 @@ from torch.utils.data import (
     TensorDataset,
     WeightedRandomSampler,
 )
+from training import linear
 
 import braid
 from braid.comm import Group
-from braid.elasticity import gradient_sums, suspects
+from braid.elasticity import gradient_sums, state_transfer, suspects
 from braid.elasticity.gradient_sums import GradientSums, num_rounds, shard_of
 from braid.elasticity.micro_batches import DataPosition, MicroBatches
 from braid.elasticity.replica import WholeModel
@@ -35,8 +36,9 @@ from braid.elasticity.saving import TrainingCheckpoints
 from braid.elasticity.state_transfer import TrainingState
 from braid.elasticity.step_buffers import StepBuffers
 from braid.elasticity.training import ElasticTraining
-from braid.errors import ConfigError, MismatchError
+from braid.errors import CommError, ConfigError, MismatchError
 from braid.parallel.gradients import ParamTable
+from braid.parallel.gradients.hashing import checksum
 from braid.parallel.sharding import fully_shard
 from elastic_cluster import (
     DIFFERENCES,
@@ -341,8 +343,9 @@ def test_a_rank_that_computes_wrongly_leaves_before_its_result_is_used(undisturb
         assert all(torch.equal(tensor, undisturbed[name]) for name, tensor in state.items())
 
 
+@pytest.mark.parametrize("verify", [0, 1000])
 @pytest.mark.parametrize("keeps_state", [False, True])
-def test_a_newcomer_without_state_that_the_program_keeps_is_named(monkeypatch, keeps_state):
+def test_a_newcomer_without_state_that_the_program_keeps_is_named(monkeypatch, keeps_state, verify):
     warnings = []
     monkeypatch.setattr(
         suspects.LOG, "warning", lambda text, *values: warnings.append(text % values)
@@ -356,17 +359,73 @@ def test_a_newcomer_without_state_that_the_program_keeps_is_named(monkeypatch, k
                 seen.append(run.num_steps)
             model[0].weight.grad.mul_(len(seen) if keeps_state else 1 + run.num_steps)
 
-        return train(members, after_backward=scale, verify=1000)
+        return train(members, after_backward=scale, verify=verify)
 
     cluster = Cluster(3, {(1, "forward"): 4}, min_ranks=3, restarts=1)
     with points_of_death(monkeypatch):
         cluster.run(main)
     assert cluster.deaths
-    reason = "has computed other gradients than its peers in step 3"
+    step = 3 if verify else 5  # step 4 has fewer micro-batches than ranks
+    reason = f"has computed other gradients than its peers in step {step}"
     assert cluster.left == ([(3, reason)] if keeps_state else [])
     assert len(warnings) == keeps_state
-    text = "this rank has joined, and computes other gradients than the other ranks in step 3: the"
+    text = f"this rank has joined, and computes other gradients than the other ranks in step {step}"
     assert warnings == [] or warnings[0].startswith(text), warnings
+
+
+@pytest.mark.parametrize("keeps_state", [False, True])
+def test_a_newcomer_with_another_first_update_leaves_before_the_next_step(keeps_state):
+    """`update=` counts its calls, which a new rank has not seen."""
+
+    def main(members):
+        calls = [0]
+
+        def lower_rate(run: ElasticTraining) -> None:
+            calls[0] += 1
+            number = calls[0] if keeps_state else 1 + run.num_steps
+            run.optimizer.param_groups[0]["weight_decay"] = 0.1 * number
+
+        return train(members, in_update=lower_rate)
+
+    alone = Cluster(3, {}, min_ranks=3)
+    alone.run(main)
+    cluster = Cluster(3, {(1, "forward"): 4}, min_ranks=2, restarts=1)
+    cluster.run(main)
+    assert cluster.deaths
+    assert [rank for rank, _ in cluster.left] == [3] * keeps_state
+    for _, reason in cluster.left:
+        assert reason.startswith(
+            "has joined, and its first update gave other values (settings of the optimizer, "
+        )
+    for state in cluster.results.values():
+        for name, tensor in state.items():
+            assert torch.equal(tensor, alone.results[0][name]), name
+
+
+def _receive(group: Group, local: threading.local) -> str:
+    local.rank = group.rank
+    model = linear(2, 2)
+    state = TrainingState(model, torch.optim.AdamW(model.parameters()), {})
+    try:
+        state_transfer.transfer(group, [3, -1], state, {})
+    except CommError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_damage_of_a_sent_state_is_noticed(monkeypatch, is_damaged):
+    local = threading.local()
+
+    def damaged(tensor: torch.Tensor) -> int:
+        return checksum(tensor) ^ (is_damaged and local.rank)
+
+    monkeypatch.setattr(state_transfer, "checksum", damaged)
+    sender, receiver = run_threads(2, _receive, local)
+    assert not sender
+    expected = "model/weight, model/bias arrived with other values than were sent"
+    assert receiver.startswith(expected if is_damaged else "")
+    assert bool(receiver) == is_damaged
 
 
 def test_a_newcomer_is_checked_also_if_a_loss_breaks_its_first_step(monkeypatch):

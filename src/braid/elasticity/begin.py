@@ -90,8 +90,8 @@ def elastic(
             and the bits depend on which ranks were lost when.
         verify: Number of steps between two checks, in which each rank also computes the next rank's
             micro-batch, and gradients are compared bit by bit; 0 for never. A rank that computes
-            wrongly leaves before its result is used, and is replaced. The first step of a new rank
-            is checked, too. Needs equal hosts.
+            wrongly leaves before its result is used, and is replaced. Needs equal hosts. The first
+            step and update of a new rank are always checked, gradients up to rounding errors.
         replace_slow: A rank that is slower than its peers by this factor, such as 2.0, for 30
             steps leaves and is replaced; 0 for only a warning at a factor of 2.
         checkpoints: Directory of checkpoints, which all ranks see. The training begins with the
@@ -193,8 +193,7 @@ def elastic_mesh(
         verify: See `elastic`; replicas along dp are compared, and with two of them no check shows
             which one is wrong.
         replace_slow: See `elastic`; a rank is compared with the ranks at its place in the other
-            replicas along dp; 0 to measure nothing. Not for GPUs, on which ranks wait for each
-            other unseen.
+            replicas along dp. Not for GPUs, on which ranks wait for each other unseen.
         checkpoints: See `elastic`.
         checkpoint_every: See `elastic`.
         evaluate: See `elastic`; it may call `training.model.evaluate`.

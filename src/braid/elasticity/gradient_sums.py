@@ -33,6 +33,7 @@ from braid.comm import Group
 from braid.errors import ConfigError
 from braid.parallel.gradients import FlatBuffer, ParamRecord
 from braid.parallel.gradients.hashing import checksum
+from braid.parallel.gradients.same_batches import sketch_of
 from braid.runtime.transport import adoptable
 
 __all__ = ["GradientSums", "memory_for", "num_rounds", "shard_of", "warn_of_idle_ranks"]
@@ -188,6 +189,10 @@ class GradientSums:
         """Return a checksum of the gradients that are in `.grad` now."""
         sums = [0 if r.param.grad is None else checksum(r.param.grad) for r in self._records]
         return crc32(repr(sums).encode())
+
+    def sketch(self) -> tuple[float, float]:
+        """Return two numbers of the gradients in `.grad`, nearly equal for nearly equal ones."""
+        return sketch_of(r.param.grad for r in self._records if r.param.grad is not None)
 
     def set_gradients(self) -> None:
         """Set `.grad` of each parameter to its mean, if it has a gradient in any micro-batch."""

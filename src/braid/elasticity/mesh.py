@@ -330,6 +330,11 @@ class MeshReplica:
         is_on_cpu = all(param.device.type == "cpu" for param in params)
         return weight_digest(self._saved, num_steps, order=order if is_on_cpu else -1)
 
+    def digests(self) -> dict[str, int]:
+        """Return digests of the tensors of this rank's part; see `Replica.digests`."""
+        part = self._divisions[max(self._divisions)].parts[0]
+        return {f"{e.name} {e.boxes}": checksum(e.tensor) for e in part.entries()}
+
     def begin(self, number: int) -> None:
         """Begin micro-batch `number`; see `Replica.begin`."""
         self.model.pipeline.num_steps = number  # on which random numbers depend
@@ -338,12 +343,12 @@ class MeshReplica:
         if self.model.sharding is not None:
             self.model.sharding.begin_step()
 
-    def note_sent(self, sums: dict[int, int] | None) -> None:
+    def note_sent(self, sums: dict[int, float] | None) -> None:
         """Add checksums of the values that stages send to `sums`; see `Replica.note_sent`."""
 
         def note(place: int, tensor: torch.Tensor) -> None:
             assert sums is not None
-            sums[place] = crc32(checksum(tensor).to_bytes(4, "big"), sums.get(place, 0))
+            sums[place] = crc32(checksum(tensor).to_bytes(4, "big"), int(sums.get(place, 0)))
 
         self.model.pipeline.on_sent = None if sums is None else note
 

@@ -28,7 +28,8 @@ import torch
 from braid.checkpoint import from_plain
 from braid.comm import Group
 from braid.elasticity.parts import ModelPart, PartTensor, TensorBox, packed
-from braid.errors import CheckpointError, MismatchError
+from braid.elasticity.state_transfer import DAMAGED
+from braid.errors import CheckpointError, CommError, MismatchError
 from braid.parallel.gradients.hashing import checksum
 from braid.types import dtype_name
 
@@ -240,15 +241,20 @@ def _exchange(
     memories = []
     for rank, tensors in received.items():
         memory, views = packed(tensors)
-        memories.append((tensors, views))
-        works.append(group.recv(memory, rank, async_op=True))
+        sum_ = torch.zeros(1, dtype=torch.int64)
+        memories.append((tensors, views, memory, sum_))
+        works += [group.recv(part, rank, async_op=True) for part in (memory, sum_)]
     for rank, tensors in sent.items():
         memory, views = packed(tensors)
         for view, tensor in zip(views, tensors, strict=True):
             view.copy_(tensor)
-        works.append(group.send(memory, rank, async_op=True))
+        sum_ = torch.tensor([checksum(memory)], dtype=torch.int64)
+        works += [group.send(part, rank, async_op=True) for part in (memory, sum_)]
     for work in works:
         work.wait()
-    for tensors, views in memories:
+    for tensors, views, memory, sum_ in memories:
+        if checksum(memory) != sum_.item():
+            msg = f"a part of the state arrived with other values than were sent: {DAMAGED}"
+            raise CommError(msg)
         for tensor, view in zip(tensors, views, strict=True):
             tensor.copy_(view)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from math import nan
 from typing import Any, Protocol
 
+from braid.checkpoint import training_tensors
 from braid.comm import Group
 from braid.elasticity.gradient_sums import memory_for
 from braid.elasticity.parts import TensorBox
@@ -13,6 +14,7 @@ from braid.elasticity.saving import TrainingCheckpoints
 from braid.elasticity.state_transfer import TrainingState, check_same_training, transfer
 from braid.elasticity.weight_digest import WeightBox, weight_digest
 from braid.parallel.gradients import FlatBuffer, ParamRecord, ParamTable
+from braid.parallel.gradients.hashing import checksum
 
 __all__ = ["Replica", "WholeModel"]
 
@@ -65,10 +67,13 @@ class Replica(Protocol):
     def weights(self, num_steps: int) -> dict[str, float]:
         """Return a digest of this member's share of the weights; see `weight_digest`."""
 
+    def digests(self) -> dict[str, int]:
+        """Return digests of this member's part of the state; equal names have equal values."""
+
     def begin(self, number: int) -> None:
         """Begin the micro-batch with this number, counted over all steps."""
 
-    def note_sent(self, sums: dict[int, int] | None) -> None:
+    def note_sent(self, sums: dict[int, float] | None) -> None:
         """Add checksums of the values that this member sends in micro-batches to `sums`.
 
         Args:
@@ -147,10 +152,15 @@ class WholeModel:
         is_on_cpu = all(box.tensor.device.type == "cpu" for box in boxes)
         return weight_digest(boxes, num_steps, order=0 if is_on_cpu else -1)
 
+    def digests(self) -> dict[str, int]:
+        """Return digests of parameters, buffers and states; see `Replica.digests`."""
+        tensors = training_tensors(self.state.model, self.state.optimizer)
+        return {name: checksum(tensor) for name, tensor in tensors.items()}
+
     def begin(self, number: int) -> None:
         """Do nothing; see `Replica.begin`."""
 
-    def note_sent(self, sums: dict[int, int] | None) -> None:
+    def note_sent(self, sums: dict[int, float] | None) -> None:
         """Do nothing, since nothing is sent; see `Replica.note_sent`."""
 
     def prepare(self) -> float:

@@ -23,6 +23,7 @@ from braid.elasticity.suspects import CheckedSteps, ComputedSums, GradientChecks
 __all__ = ["StepRounds"]
 
 GRADIENTS = 1 << 32  # place of gradients in the order of computation: after all stages
+NORMS = GRADIENTS + 1
 
 
 class StepRounds:
@@ -48,7 +49,7 @@ class StepRounds:
         self._number = 0  # of the round
         self._loss = math.nan
         self._is_check = False
-        self._computed: dict[int, int] = {}  # checksums of this micro-batch, if it is compared
+        self._computed: dict[int, float] = {}  # checksums of this micro-batch, if it is compared
 
     @property
     def checks(self) -> CheckedSteps:
@@ -56,7 +57,7 @@ class StepRounds:
         return self._checks.steps
 
     @property
-    def position(self) -> tuple[int, Mapping[int, int] | None]:
+    def position(self) -> tuple[int, Mapping[int, float] | None]:
         """Number of the round, and the checksums of a check; (0, None) between steps."""
         return self._number, self._checks.checked
 
@@ -80,7 +81,8 @@ class StepRounds:
         self.buffers.begin(is_first=self.position == (0, None))
         self._computed = {}
         is_compared = self._is_check or (not self._number and self._checks.checked is not None)
-        self._replica.note_sent(self._computed if is_compared else None)
+        notes = is_compared and self.checks.are_exact
+        self._replica.note_sent(self._computed if notes else None)
 
     def add_loss(self, value: float) -> None:
         """Add `value` to the loss of this micro-batch; the loss is NaN if this is never called."""
@@ -89,7 +91,7 @@ class StepRounds:
     def end_check(self) -> bool:
         """Return whether this micro-batch was a check of the next rank; keep its checksums then."""
         if self._is_check:
-            self._checks.checked = {**self._computed, GRADIENTS: self._sums.checksum()}
+            self._checks.checked = {**self._computed, **self._gradient_sums()}
         return self._is_check
 
     def find_wrong(self, step: int, *, can_lose: bool) -> tuple[int, ...] | None:
@@ -97,9 +99,16 @@ class StepRounds:
         if self._number or self._checks.checked is None:
             return None
         self._replica.note_sent(None)  # an evaluation may follow
-        self._computed[GRADIENTS] = self._sums.checksum()
+        self._computed |= self._gradient_sums()
         sums = ComputedSums(self._group.ranks, self._computed, self._checks.checked)
         return self._checks.find_wrong(self._world, sums, step, can_lose=can_lose)
+
+    def _gradient_sums(self) -> dict[int, float]:
+        """Return a checksum of this micro-batch's gradients, or numbers with a tolerance."""
+        if self.checks.are_exact:
+            return {GRADIENTS: self._sums.checksum()}
+        projection, norm = self._sums.sketch()
+        return {GRADIENTS: projection, NORMS: norm}
 
     def add_up(self, sizes: Sequence[int], wants_pause: Callable[[], bool]) -> bool | None:
         """Add the micro-batch to the step, and run the rounds in which this rank has none.

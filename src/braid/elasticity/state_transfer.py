@@ -29,7 +29,7 @@ from braid.checkpoint import (
 from braid.checkpoint.part_states import ExtraStates
 from braid.comm import Group
 from braid.comm.autograd.nested import flatten
-from braid.errors import ConfigError, MismatchError
+from braid.errors import CommError, ConfigError, MismatchError
 from braid.parallel.gradients import ParamRecord, ParamTable
 from braid.parallel.gradients.hashing import checksum
 from braid.runtime.torch_internals import version_of
@@ -45,9 +45,11 @@ __all__ = [
     "fingerprint",
     "refuse_changes",
     "refuse_extra_states",
+    "sums_of_others",
     "transfer",
 ]
 
+DAMAGED = "the memory or the network of one of the two hosts is damaged: look at their logs"
 BUFFER, OTHERS = "buffer/", "others/"  # beginnings of names
 TEMPORARY = "temporary buffer "
 
@@ -143,7 +145,9 @@ def transfer(
     if group.rank == root:
         others = {n: to_plain(o.state_dict(), f"{OTHERS}{n}", tensors) for n, o in _others(state)}
         values = {
-            "specs": {n: (list(t.shape), dtype_name(t.dtype)) for n, t in tensors.items()},
+            "specs": {
+                n: (list(t.shape), dtype_name(t.dtype), checksum(t)) for n, t in tensors.items()
+            },
             "numbers": training_numbers(state.model, state.optimizer),
             "others": others,
             "progress": dict(progress),
@@ -155,7 +159,7 @@ def transfer(
     newest_progress: Mapping[str, Any] = values["progress"]
     if part is None:
         return newest_progress  # this member has the state, and does not wait for others
-    for name, (shape, dtype) in values["specs"].items():
+    for name, (shape, dtype, _) in values["specs"].items():
         if needs:
             tensor = received[name] = torch.empty(shape, dtype=getattr(torch, dtype))
         else:
@@ -163,6 +167,11 @@ def transfer(
         part.broadcast(tensor, 0)
     part.close()
     if needs:
+        sums = {name: sum_ for name, (_, _, sum_) in values["specs"].items()}
+        damaged = [name for name, tensor in received.items() if checksum(tensor) != sums[name]]
+        if damaged:
+            msg = f"{first_few(damaged)} arrived with other values than were sent: {DAMAGED}"
+            raise CommError(msg)
         stored = {n: t for n, t in received.items() if not n.startswith((BUFFER, OTHERS))}
         number = group.context.health.number(group.ranks[root])
         source = Received(f"the state of rank {number}", stored, values["numbers"])
@@ -229,10 +238,7 @@ def compare_others(group: Group, state: TrainingState | None) -> None:
     Raises:
         MismatchError: States differ, such as averages of the weights of one stage.
     """
-    sums = {}
-    for name, other in () if state is None else _others(state):
-        plain, tensors = flatten(other.state_dict())
-        sums[name] = crc32(f"{plain} {list(map(checksum, tensors))}".encode())
+    sums = {} if state is None else sums_of_others(state)
     expected: dict[str, tuple[int, int]] = {}
     numbers = map(group.context.health.number, group.ranks)
     for rank, theirs in zip(numbers, group.objects.all_gather(sums), strict=True):
@@ -326,6 +332,15 @@ def _facts(state: TrainingState) -> dict[str, str]:
 def _text(value: Any) -> str:
     without, tensors = flatten(value)
     return f"{without} {list(map(version_of, tensors))}"
+
+
+def sums_of_others(state: TrainingState) -> dict[str, int]:
+    """Return a checksum of the state of each further object, by name."""
+    sums = {}
+    for name, other in _others(state):
+        plain, tensors = flatten(other.state_dict())
+        sums[name] = crc32(f"{plain} {list(map(checksum, tensors))}".encode())
+    return sums
 
 
 def _others(state: TrainingState) -> list[tuple[str, Stateful]]:

@@ -3,8 +3,8 @@
 A flipped bit in a gradient is summed into the weights of all replicas, which stay equal: comparing
 them shows nothing. So now and then each replica also computes the micro-batch of the next one, and
 the two results are compared before they are used. A replica that computes wrongly differs from both
-of its neighbours. The first step of a new rank is checked, too: a program may keep state that the
-new rank has not got.
+of its neighbours. The first step of a new rank is always checked, and the result of its first
+update: a program may keep state that the new rank has not got.
 
     micro-batch      0         1         2
     computed by    r0, r2    r1, r0    r2, r1       r1 is wrong: micro-batches 1 and 2 differ
@@ -29,11 +29,16 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from statistics import median
 from typing import NamedTuple
+from zlib import crc32
 
 from braid.comm import Group
 from braid.elasticity.members import Members
 from braid.elasticity.replica import Replica
+from braid.elasticity.state_transfer import sums_of_others
 from braid.errors import MismatchError
+from braid.parallel.gradients.same_batches import TOLERANCE
+from braid.parallel.gradients.step_settings import settings_of
+from braid.types import first_few
 
 __all__ = [
     "NO_CHECKS",
@@ -41,6 +46,7 @@ __all__ = [
     "ComputedSums",
     "GradientChecks",
     "StepTimes",
+    "leave_if_wrong",
     "slow_rank",
     "times_slower",
     "wrong_ranks",
@@ -121,18 +127,60 @@ class StepTimes:
         return None, ""
 
 
+def leave_if_wrong(
+    members: Members, replica: Replica, newcomers: AbstractSet[int], num_steps: int
+) -> bool:
+    """Leave if this member's first update has given another result than on the other members.
+
+    A collective, after the first update of new members.
+
+    Args:
+        members: The members.
+        replica: Model of this member.
+        newcomers: Members that have made their first update, by the launcher's number.
+        num_steps: Number of steps so far.
+
+    Returns:
+        Whether any member leaves.
+    """
+    group = members.group
+    state, number_of = replica.state, group.context.health.number
+    settings = crc32(repr(settings_of(state.optimizer)).encode())
+    sums = {"settings of the optimizer": settings, **sums_of_others(state), **replica.digests()}
+    answers = group.objects.all_gather(sums)
+    are_new = [number_of(rank) in newcomers for rank in group.ranks]
+    expected: dict[str, int] = {}
+    for theirs, is_new in zip(answers, are_new, strict=True):
+        expected |= {} if is_new else theirs
+    wrong = [
+        is_new and any(expected.get(name, value) != value for name, value in theirs.items())
+        for theirs, is_new in zip(answers, are_new, strict=True)
+    ]
+    if wrong[group.rank]:
+        differing = [name for name, value in sums.items() if expected.get(name, value) != value]
+        reason = (
+            f"has joined, and its first update gave other values ({first_few(differing, 3)}): "
+            "update= or the loop keeps state that a new rank does not get, such as a counter; "
+            "pass it as a further object of the training, or compute it from training.num_steps"
+        )
+        leave = members.offer_to_leave if members.can_lose else members.leave
+        leave(num_steps, reason)
+    return any(wrong)
+
+
 class ComputedSums(NamedTuple):
     """Checksums of what a rank has computed in a check.
 
     Attributes:
         replicas: Ranks at the same place in all replicas, in order; with this rank.
-        computed: Checksums for its own micro-batch, by place in the order of computation.
+        computed: Checksums for its own micro-batch, by place in the order of computation; floats
+            are sketches, in which rounding errors do not count (see `sketch_of`).
         checked: Checksums for the micro-batch of the next replica.
     """
 
     replicas: Sequence[int]
-    computed: Mapping[int, int]
-    checked: Mapping[int, int]
+    computed: Mapping[int, float]
+    checked: Mapping[int, float]
 
 
 def wrong_ranks(
@@ -162,7 +210,7 @@ def wrong_ranks(
         number = mine.replicas.index(rank)
         following = mine.replicas[(number + 1) % len(mine.replicas)]
         theirs = ranks[following].computed
-        places = [p for p in {*mine.checked, *theirs} if mine.checked.get(p) != theirs.get(p)]
+        places = [p for p in {*mine.checked, *theirs} if _differ(mine.checked, theirs, p)]
         if places:
             differences.setdefault(number, []).append((min(places), {rank, following}))
     doubts = []
@@ -178,6 +226,13 @@ def wrong_ranks(
     return tuple(sorted(common or set.union(*doubts)))
 
 
+def _differ(one: Mapping[int, float], other: Mapping[int, float], place: int) -> bool:
+    here, there = one.get(place), other.get(place)
+    if isinstance(here, float) and isinstance(there, float):
+        return not abs(here - there) <= TOLERANCE
+    return here != there
+
+
 class CheckedSteps(NamedTuple):
     """The steps in which gradients are checked, while the members stay the same.
 
@@ -188,6 +243,11 @@ class CheckedSteps(NamedTuple):
 
     every: int = 0
     newcomers: frozenset[int] = frozenset()
+
+    @property
+    def are_exact(self) -> bool:
+        """Whether all bits are compared, not only numbers with a tolerance for rounding errors."""
+        return bool(self.every)
 
     def is_due(self, num_steps: int, num_ranks: int, num_shards: int) -> bool:
         """Return whether a step is checked; all ranks must have micro-batches.
@@ -221,7 +281,7 @@ class GradientChecks:
 
     def __init__(self, steps: CheckedSteps) -> None:
         self.steps = steps
-        self.checked: Mapping[int, int] | None = None
+        self.checked: Mapping[int, float] | None = None
         self._num_failed = 0  # checks of this step after which no rank has left
 
     def is_next(self, num_steps: int, num_ranks: int, num_shards: int) -> bool:

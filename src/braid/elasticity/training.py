@@ -41,7 +41,7 @@ from braid.elasticity.replica import Replica
 from braid.elasticity.rounds import StepRounds
 from braid.elasticity.saving import TrainingCheckpoints
 from braid.elasticity.state_transfer import Stateful, fingerprint, refuse_changes
-from braid.elasticity.suspects import CheckedSteps, StepTimes
+from braid.elasticity.suspects import CheckedSteps, StepTimes, leave_if_wrong
 from braid.elasticity.update_guard import UpdateGuard
 from braid.errors import CommError, ConfigError
 from braid.parallel.gradients import ParamRecord
@@ -108,7 +108,8 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         self._update = update
         self._samples: MicroBatches | None = None
         self._newcomers: frozenset[int] = frozenset()  # until they have compared their data
-        self._unchecked: set[int] = set()  # members, by the launcher's number, before `verify`
+        self._unchecked: set[int] = set()  # members, by the launcher's number, before a check
+        self._before_update: set[int] = set()  # members before their first update
         self._met = (-1, -1)  # version and epoch of the data that members have compared
         self.loss = self.grad_norm = math.nan
         self.num_changes = -1
@@ -371,6 +372,10 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         pauses = self._replica.agree(flag=pauses)
         self._take_step()
         self._replica.share()
+        if self._before_update:
+            facts = self._members, self._replica, self._before_update, self.num_steps
+            pauses |= leave_if_wrong(*facts)
+            self._before_update.clear()
         return pauses
 
     def _take_step(self) -> None:
@@ -438,7 +443,9 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         self._newcomers = frozenset(new)
         numbers = [members.context.health.number(rank) for rank in members.ranks]
         unchecked = {*progress.get("unchecked", ()), *(numbers[rank] for rank in new)}
-        self._unchecked = unchecked.intersection(numbers if self._verify else ())
+        self._unchecked = unchecked.intersection(numbers)
+        before_update = {*progress.get("before_update", ()), *(numbers[rank] for rank in new)}
+        self._before_update = before_update.intersection(numbers)
         checks = CheckedSteps(self._verify, frozenset(map(numbers.index, self._unchecked)))
         self._rounds = StepRounds(self._replica, members, checks)
         self._times.clear()
@@ -458,6 +465,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
             "loss": self.loss,
             "data": self._data,
             "unchecked": sorted(self._unchecked),
+            "before_update": sorted(self._before_update),
         }
 
     def _save(self, *, is_wanted: bool = True) -> None:

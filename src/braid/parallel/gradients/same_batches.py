@@ -5,23 +5,26 @@ sampler that divides the data over all ranks, or another seed for shuffling on e
 different batches. Inputs of one batch then meet targets, or terms of sums, of another one, and
 training only gives bad results.
 
-Idea: ranks compare one number for each value, in the first two calls and in every `EVERY`-th. The
-number is a projection of the tensors, relative to their norms, so that rounding errors of values
-that ranks have computed do not count as differences.
+Idea: ranks compare a sketch of each value, in the first two calls and in every `EVERY`-th: the
+logarithm of the norm, and a projection relative to the norm. So rounding errors of values that
+ranks have computed do not count as differences.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import nn
 
 from braid.comm import Group
 from braid.comm.autograd.nested import tensors_in
 from braid.errors import MismatchError
 from braid.types import ranks_text, text_digest
 
-__all__ = ["SameBatches"]
+__all__ = ["TOLERANCE", "SameBatches", "sketch_of"]
 
 EVERY = 50  # calls; a comparison takes a pass over the batch and a small message
 NUM_COLUMNS = 509  # a prime, so that other orders of rows give another number
@@ -47,12 +50,13 @@ class SameBatches:
     def differing(self, group: Group, *values: Any, root: int = 0) -> list[list[int]]:
         """Return for each value the global ranks with another one than member `root`; a collective.
 
-        Cost: a pass over the tensors, and one all_gather of 16 bytes per value.
+        Cost: a pass over the tensors, and one all_gather of 24 bytes per value.
         """
-        mine = torch.tensor([_projected(value) for value in values], dtype=torch.float64)
-        table = group.all_gather(mine).view(group.size, len(values), 2)
-        forms, numbers = (table - table[root]).abs().unbind(-1)
-        differ = ((forms > 0) | (numbers > TOLERANCE)).T
+        mine = [[_form_of(value), *sketch_of(tensors_in(value))] for value in values]
+        rows = torch.tensor(mine, dtype=torch.float64)
+        table = group.all_gather(rows).view(group.size, len(values), 3)
+        gaps = (table - table[root]).abs()
+        differ = ((gaps[..., 0] > 0) | (gaps[..., 1:] > TOLERANCE).any(-1)).T
         return [[group.ranks[i] for i in row.nonzero().flatten().tolist()] for row in differ]
 
     def require(self, group: Group, name: str, value: Any, advice: str = ADVICE) -> None:
@@ -71,24 +75,32 @@ class SameBatches:
             raise MismatchError(msg)
 
 
+def _form_of(value: Any) -> float:
+    """Return a number of the shapes and dtypes of a value's tensors."""
+    forms = [f"{list(tensor.shape)} {tensor.dtype}" for tensor in tensors_in(value)]
+    return float(text_digest(" ".join(forms)) >> 12)
+
+
 @torch.no_grad()
-def _projected(value: Any) -> tuple[float, float]:
-    """Return a number of the form of a value's tensors, and a number of their elements."""
-    forms, number = [], 0.0
-    for position, tensor in enumerate(tensors_in(value), 1):
-        forms.append(f"{list(tensor.shape)} {tensor.dtype}")
+def sketch_of(tensors: Iterable[torch.Tensor]) -> tuple[float, float]:
+    """Return two numbers that are nearly equal for nearly equal tensors; see `TOLERANCE`.
+
+    They are sums over the tensors: of projections relative to the norm, and of logarithms of norms.
+    """
+    projection = size = 0.0
+    for position, tensor in enumerate(tensors, 1):
         has_numbers = tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_meta)
-        if has_numbers and tensor.numel():
-            number += position * _number_of(tensor.detach())
-    return float(text_digest(" ".join(forms)) >> 12), number
-
-
-def _number_of(tensor: torch.Tensor) -> float:
-    """Return a projection of a tensor's elements, relative to their norm."""
-    flat = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    flat = flat.reshape(-1).to(torch.float32).nan_to_num()
-    norm = float(torch.linalg.vector_norm(flat, dtype=torch.float64))
-    padding = -len(flat) % NUM_COLUMNS
-    rows = torch.nn.functional.pad(flat, (0, padding)).view(-1, NUM_COLUMNS)
-    signs = (torch.arange(NUM_COLUMNS, dtype=torch.float64, device=rows.device).square() + 1).sin()
-    return float(rows.sum(0, dtype=torch.float64) @ signs) / norm if norm else 0.0
+        if not has_numbers or not tensor.numel():
+            continue
+        flat = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+        flat = flat.reshape(-1).to(torch.float32).nan_to_num()
+        norm = float(torch.linalg.vector_norm(flat, dtype=torch.float64))
+        if not norm:
+            continue
+        padding = -len(flat) % NUM_COLUMNS
+        rows = nn.functional.pad(flat, (0, padding)).view(-1, NUM_COLUMNS)
+        numbers = torch.arange(NUM_COLUMNS, dtype=torch.float64, device=flat.device)
+        signs = (numbers.square() + 1).sin()
+        projection += position * float(rows.sum(0, dtype=torch.float64) @ signs) / norm
+        size += position * math.log(norm)
+    return projection, size

@@ -23,7 +23,7 @@ from braid.comm import Group
 from braid.errors import MismatchError
 from braid.parallel.gradients.hashing import first_difference
 
-__all__ = ["StepSettings"]
+__all__ = ["StepSettings", "settings_of"]
 
 EVERY = 10  # averagings; a comparison takes as long as a small message
 MOST_STEPS = 64  # between two averagings, that are kept
@@ -56,7 +56,7 @@ class StepSettings:
         groups = optimizer.param_groups
         if self._ids.isdisjoint(id(param) for group in groups for param in group["params"]):
             return
-        self._steps[_settings_of(optimizer)] = None
+        self._steps[settings_of(optimizer)] = None
         if len(self._steps) > MOST_STEPS:
             del self._steps[next(iter(self._steps))]
 
@@ -87,7 +87,8 @@ class StepSettings:
                 raise MismatchError(msg)
 
 
-def _settings_of(optimizer: torch.optim.Optimizer) -> Settings:
+def settings_of(optimizer: torch.optim.Optimizer) -> Settings:
+    """Return the settings of each parameter group that can be compared over ranks."""
     return tuple(
         tuple(
             (name, value)
