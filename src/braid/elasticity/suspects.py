@@ -41,8 +41,6 @@ __all__ = [
     "ComputedSums",
     "GradientChecks",
     "StepTimes",
-    "slow_rank",
-    "times_slower",
     "wrong_ranks",
 ]
 

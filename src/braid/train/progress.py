@@ -28,7 +28,7 @@ from braid.train.reports import (
     parse_report,
 )
 
-__all__ = ["TrainConsole", "describe_start", "describe_step"]
+__all__ = ["TrainConsole", "describe_step"]
 
 PLAIN_LINE_NS = 2_000_000_000
 TRACEBACK = b"Traceback (most recent call last)"

@@ -30,7 +30,7 @@ from braid.runtime.transport.reachability import own_address_towards, probe
 from braid.runtime.wire import Address, Connection, Identity, Listener, Secret, local_address
 from braid.runtime.wire import connect as dial
 
-__all__ = ["Network", "PeerConnection", "call_all"]
+__all__ = ["Network", "call_all"]
 
 ROLE = "memory"
 ANSWER_S = 30.0  # time-out for a connection to a rank that has published its address

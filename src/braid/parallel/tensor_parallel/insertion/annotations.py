@@ -29,7 +29,7 @@ from braid.parallel.tensor_parallel.insertion.labels import Labels
 from braid.parallel.tensor_parallel.insertion.rules import rule_of
 from braid.programs.layout import Mesh
 
-__all__ = ["Shard", "Strategy", "annotated", "check_expressions", "mesh_of", "strategies_in"]
+__all__ = ["Shard", "Strategy", "annotated", "check_expressions", "strategies_in"]
 
 Strategy = Sequence[Sequence[int]]
 """Number of parts of each dim of each input of an operator."""
