@@ -29,7 +29,7 @@ from braid.checkpoint import from_plain
 from braid.comm import Group
 from braid.elasticity.parts import ModelPart, PartTensor, TensorBox, packed
 from braid.errors import CheckpointError, MismatchError
-from braid.parallel.gradients.hashing import checksum
+from braid.runtime.tensor_buffers import checksum
 from braid.types import dtype_name
 
 __all__ = ["LostStateError", "NewestState", "fill", "newest_state"]

@@ -25,7 +25,7 @@ from torch import nn
 from braid.comm import Group
 from braid.comm.autograd.nested import tensors_in
 from braid.parallel.gradients import Bucket
-from braid.parallel.gradients.hashing import checksum
+from braid.runtime.tensor_buffers import checksum
 from braid.types import first_few
 
 __all__ = ["FirstBatch", "same_batch", "unequal_rows"]
