@@ -18,7 +18,6 @@ from braid.parallel.graph.captured import BatchDevice, ByMode, CapturedGraph, Gr
 
 __all__ = ["Situation", "check_rows", "resolved", "with_devices", "with_modes", "with_rows"]
 
-Walk = Callable[[Any, GraphNode], Any]
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 

@@ -83,7 +83,9 @@ def _slice(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
     shape, after = shape_of(call["self"]), shape_of(call.node)
     dim = call["dim"] % len(shape)
     end = call["end"]
-    everything = equal(shape[dim], after[dim]) and (end is None or _is_endless(end))
+    everything = equal(shape[dim], after[dim]) and (
+        end is None or (isinstance(end, int) and end >= ENDLESS)
+    )
     labels = kept(len(shape), () if everything and call["start"] in {0, None} else (dim,))
     return Labels([labels], [labels])
 
@@ -146,10 +148,6 @@ def _diagonal(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
 def tensor_of_argument(value: object) -> bool:
     """Return whether an argument is a tensor."""
     return hasattr(value, "meta") and tensor_of(value) is not None  # type: ignore[arg-type]
-
-
-def _is_endless(end: object) -> bool:
-    return isinstance(end, int) and end >= ENDLESS
 
 
 Rule = Callable[[OperatorCall, Sequence[Layout]], Labels]
