@@ -171,15 +171,8 @@ def _operator(graph: fx.Graph, name: str, strategy: Strategy) -> tuple[fx.Node, 
             continue
         rule = rule_of(call)
         if rule is not None:
-            whole = [_NoLayout() for _ in xs]
-            return node, rule(call, whole)  # type: ignore[arg-type]
+            return node, rule(call)
     return None
-
-
-class _NoLayout:
-    """Placeholder for the layout of a whole value, for rules that read packed blocks."""
-
-    blocks: tuple[int, ...] = ()
 
 
 def _parts(name: str, strategy: Strategy, labels: Labels, size: int) -> dict[int, int]:
