@@ -11,7 +11,6 @@ import braid
 from braid.launch.cluster.agent_messages import AgentHello, HostAddresses, Prepared
 from braid.launch.cluster.host_rendezvous_state import (
     Greet,
-    HostRendezvousLimits,
     HostRendezvousPhase,
     HostRendezvousState,
     Instruction,
@@ -45,7 +44,7 @@ def gather(cut: set[tuple[int, int]], seed: int, show: bool = False) -> HostRend
     state = HostRendezvousState(
         {node: name for node, name in NAMES.items() if node != LAUNCHER}, 3,
         own_addresses=addresses(LAUNCHER), version=braid.__version__,
-        limits=HostRendezvousLimits(gather_ns=60_000_000_000), now_ns=0,
+        limit_s=60, now_ns=0,
     )  # fmt: skip
     hellos = [(n, AgentHello(braid.__version__, NAMES[n], 800 + n)) for n in range(3)]
     waiting: list[tuple[int, object]] = [*hellos]

@@ -14,7 +14,6 @@ from braid._version import __version__
 from braid.launch.cluster.agent_messages import AgentHello, HostAddresses, Prepared
 from braid.launch.cluster.host_rendezvous_state import (
     Greet,
-    HostRendezvousLimits,
     HostRendezvousState,
     Instruction,
     PrepareHost,
@@ -116,7 +115,7 @@ def hosts_gather() -> str:
         2,
         own_addresses=_addresses(LAUNCHER),
         version=__version__,
-        limits=HostRendezvousLimits(gather_ns=60_000_000_000),
+        limit_s=60,
         now_ns=0,
     )
     place_of = {0: 0, LAUNCHER: 1, 1: 2}

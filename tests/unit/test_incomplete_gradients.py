@@ -16,9 +16,9 @@ from braid.parallel.gradients.incomplete import (
     forget_incomplete,
     mark_part,
     note_incomplete,
-    note_parts,
     unmark_part,
 )
+from braid.parallel.gradients.state_parts import note_parts
 
 CALLS = PartOfModel("engine.clip()", "EngineScaler()")
 

@@ -7,7 +7,6 @@ import pytest
 from braid.launch.cluster.agent_messages import AgentHello, HostAddresses, Prepared
 from braid.launch.cluster.host_rendezvous_state import (
     Greet,
-    HostRendezvousLimits,
     HostRendezvousPhase,
     HostRendezvousState,
     PrepareHost,
@@ -104,14 +103,14 @@ def test_a_host_that_each_sees_elsewhere_has_no_address():
     assert "b has no address that all other hosts can reach: it is reached at" in problem
 
 
-def state(num_nodes=2, names=None, first_node=0, **limits):
+def state(num_nodes=2, names=None, first_node=0):
     return HostRendezvousState(
         {0: "a", 1: "b"} if names is None else names,
         num_nodes,
         own_addresses=HostAddresses("m", (LAN[0],)),
         version="1",
         first_node=first_node,
-        limits=HostRendezvousLimits(30 * S, **limits),
+        limit_s=30,
         now_ns=0,
     )
 
@@ -188,7 +187,7 @@ def test_an_agent_that_does_not_say_what_it_reached_has_reached_nobody():
 
 
 def test_a_host_without_the_chosen_interface_is_named_with_what_it_has():
-    rendezvous = HostRendezvousState({0: "a"}, 1, own_addresses=HostAddresses("m", (LAN[0],)), version="1", wanted=["eth0"], limits=HostRendezvousLimits(S), now_ns=0)  # fmt: skip
+    rendezvous = HostRendezvousState({0: "a"}, 1, own_addresses=HostAddresses("m", (LAN[0],)), version="1", wanted=["eth0"], limit_s=1, now_ns=0)  # fmt: skip
     rendezvous.on_hello(0, ready(), 0)
     rendezvous.on_addresses(0, HostAddresses("m0", (DOCKER[1],)), 0)
     assert "host a has no address on eth0; it has docker0 172.17.0.1" in rendezvous.problem

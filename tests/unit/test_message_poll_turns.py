@@ -44,6 +44,16 @@ def in_thread(turns, call):
     return thread, results
 
 
+def has_polled(turns, own, results) -> bool:
+    """Wait until another thread leads, and for its result."""
+    while turns._leader != own.ident:
+        turns.guard.wait(0.001)
+    turns.guard.release()
+    own.join()
+    turns.guard.acquire()
+    return results == [True]
+
+
 def test_own_thread_polls_after_followers_that_never_led(turns):
     own, results = in_thread(turns, turns.begin_own)
     turns._followers = 1  # its message has come, and it is about to return
@@ -52,12 +62,7 @@ def test_own_thread_polls_after_followers_that_never_led(turns):
         turns.guard.wait(0.001)
     turns._leader = turns._followers = 0
     turns._rest.put_off()
-    while turns._leader != own.ident:
-        turns.guard.wait(0.001)
-    turns.guard.release()
-    own.join()
-    turns.guard.acquire()
-    assert results == [True]
+    assert has_polled(turns, own, results)
 
 
 @pytest.mark.parametrize("hand_over", [False, True])
@@ -67,12 +72,7 @@ def test_own_thread_polls_after_a_wait_has_ended(turns, hand_over):
     while not turns._own:  # it waits on its alarm
         turns.guard.wait(0.001)
     turns.end(hand_over=hand_over)
-    while turns._leader != thread.ident:
-        turns.guard.wait(0.001)
-    turns.guard.release()
-    thread.join()
-    turns.guard.acquire()
-    assert results == [True]
+    assert has_polled(turns, thread, results)
 
 
 def test_own_thread_leaves_the_turn_to_one_that_waits(turns):

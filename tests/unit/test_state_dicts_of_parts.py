@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
 from braid.errors import ConfigError
 from braid.parallel.gradients.incomplete import PartOfModel, mark_part, unmark_part
-from braid.parallel.gradients.state_parts import name_parts
+from braid.parallel.gradients.state_parts import note_parts
 
 CALLS = PartOfModel("clip", "scaler", part="shard 0 of 2")
 
@@ -26,7 +26,7 @@ def stepped(model: nn.Module) -> torch.optim.Optimizer:
 def marked(part: str = "shard 0 of 2") -> nn.Module:
     model = nn.Linear(2, 2)
     mark_part(model.weight, CALLS._replace(part=part))
-    name_parts(model)
+    note_parts(model)
     return model
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from braid.strategies import (
     in_cross_replica_context,
     replicas,
 )
+from braid.strategies.agreement import average_closure
 
 WIDTH = 4
 
@@ -665,3 +667,17 @@ def test_a_cluster_that_makes_no_sense_is_refused(environ, problem):
 def test_tasks_may_be_numbered():
     jobs = {"worker": {"1": "b:1", "0": "a:1"}}
     assert read_tf_config(config(jobs, type="worker", index=1)).addresses == ["a:1", "b:1"]
+
+
+class Scaled(torch.optim.SGD):
+    """An optimizer with further arguments of a step."""
+
+    def step(self, closure=None, factor=1.0, *, times=1):
+        return closure() * factor * times
+
+
+def test_the_arguments_of_a_step_beside_its_closure_are_kept():
+    optimizer = Scaled(nn.Linear(1, 1).parameters())
+    optimizer.register_step_pre_hook(partial(average_closure, None))
+    assert optimizer.step(lambda: 5.0, 2.0, times=3) == 30.0
+    assert optimizer.step(closure=lambda: 5.0, factor=2.0) == 10.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -41,6 +42,15 @@ class Counted:
         self.count, self.x = state["count"], state["x"]
 
 
+def _error(call: Callable[..., object], directory: str, **values: Any) -> str:
+    """Return the text of the error that saving or loading raises; empty for none."""
+    try:
+        call(directory, **values)
+    except (CheckpointError, ConfigError) as exc:
+        return str(exc)
+    return ""
+
+
 def _save(group: Group, directory: str) -> None:
     loader, metric = Counted(group.rank, torch.ones(2)), Counted(7, torch.full((3,), group.rank))
     same = Counted(5, torch.arange(3))
@@ -76,11 +86,7 @@ def _fail_on_rank_1(group: Group, directory: str) -> str:
     part = Counted(0, torch.ones(1))
     if group.rank:
         part.state_dict = lambda: {"object": object()}  # type: ignore[method-assign]
-    try:
-        braid.save(directory, model=nn.Linear(2, 2), step=0, group=group, part=part)
-    except CheckpointError as exc:
-        return str(exc)
-    return ""
+    return _error(braid.save, directory, model=nn.Linear(2, 2), step=0, group=group, part=part)
 
 
 def test_a_state_that_one_rank_cannot_store_is_an_error_on_all(procs, tmp_path):
@@ -90,11 +96,7 @@ def test_a_state_that_one_rank_cannot_store_is_an_error_on_all(procs, tmp_path):
 
 def _save_different(group: Group, directory: str) -> str:
     parts = {"first" if group.rank else "second": Counted(0, torch.ones(1))}
-    try:
-        braid.save(directory, model=nn.Linear(2, 2), step=0, group=group, **parts)
-    except ConfigError as exc:
-        return str(exc)
-    return ""
+    return _error(braid.save, directory, model=nn.Linear(2, 2), step=0, group=group, **parts)
 
 
 def test_ranks_save_the_same_objects(procs, tmp_path):
@@ -123,11 +125,7 @@ def _count_on_stages(group: Group, directory: str) -> str:
     hybrid = HybridParallel(model, "pp=2", group, num_microbatches=2)
     x = torch.ones(4, 4)
     hybrid.step(x, x, loss=nn.functional.mse_loss)
-    try:
-        braid.save(directory, model=hybrid, step=0, group=group)
-    except ConfigError as exc:
-        return str(exc)
-    return ""
+    return _error(braid.save, directory, model=hybrid, step=0, group=group)
 
 
 def test_extra_states_that_forwards_change_on_stages_are_refused(procs, tmp_path):
@@ -157,11 +155,7 @@ def test_a_rate_of_one_element_is_saved(procs, tmp_path):
 
 def _load_into(group: Group, directory: str, saved: type[nn.Module], here: type[nn.Module]) -> str:
     braid.save(directory, model=nn.Sequential(saved()), step=0, group=group)
-    try:
-        braid.load(directory, model=nn.Sequential(here()), group=group)
-    except CheckpointError as exc:
-        return str(exc)
-    return ""
+    return _error(braid.load, directory, model=nn.Sequential(here()), group=group)
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,8 @@ from braid.elasticity.step_buffers import StepBuffers
 from braid.elasticity.training import ElasticTraining
 from braid.errors import CommError, ConfigError, MismatchError
 from braid.parallel.gradients import ParamTable
-from braid.parallel.gradients.hashing import checksum
 from braid.parallel.sharding import fully_shard
+from braid.runtime.tensor_buffers import checksum
 from elastic_cluster import (
     DIFFERENCES,
     HERE,

@@ -12,7 +12,6 @@ warning names them.
 from __future__ import annotations
 
 import warnings
-import zlib
 from collections.abc import Sequence
 
 import torch
@@ -20,7 +19,7 @@ from torch import nn
 
 from braid.checkpoint.training_state import kept_buffers
 from braid.comm import Group
-from braid.runtime.tensor_buffers import bytes_of
+from braid.runtime.tensor_buffers import checksum
 from braid.runtime.torch_internals import NormBase
 from braid.types import first_few
 
@@ -42,7 +41,7 @@ def agreed_buffers(model: nn.Module, groups: Sequence[Group]) -> dict[str, torch
     buffers = {name: buffer.detach() for name, buffer in originals.items()}
     if not buffers:
         return buffers
-    sums = torch.tensor([zlib.crc32(bytes_of(x)) if x.numel() else 0 for x in buffers.values()])
+    sums = torch.tensor(list(map(checksum, buffers.values())))
     low, high = sums.clone(), sums.clone()
     for group in groups:
         low, high = group.all_reduce(low, "min"), group.all_reduce(high, "max")

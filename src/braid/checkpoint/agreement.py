@@ -55,14 +55,13 @@ def problem_of(exc: Exception) -> str:
     return "".join(traceback.format_exception_only(exc)).strip()
 
 
-def raise_problems(action: str, problems: list[str], *, size: int, remedy: str) -> None:
+def raise_problems(action: str, problems: list[str], *, size: int) -> None:
     """Raise the same error on all ranks if any rank has a problem.
 
     Args:
         action: Beginning of the message: the action that failed.
         problems: Problem of each rank; empty for a rank without one.
         size: Number of ranks; with 1, the message does not name ranks.
-        remedy: Advice to the user, with which the message ends.
 
     Raises:
         CheckpointError: A rank has a problem; the message groups ranks by problem.
@@ -77,4 +76,4 @@ def raise_problems(action: str, problems: list[str], *, size: int, remedy: str) 
         text if size == 1 else f"rank {','.join(map(str, ranks))}: {text}"
         for text, ranks in by_text.items()
     ]
-    raise CheckpointError(f"{action}: {'; '.join(parts)}. {remedy}")
+    raise CheckpointError(f"{action}: {'; '.join(parts)}. Earlier checkpoints are untouched")

@@ -19,7 +19,7 @@ import re
 import shutil
 from pathlib import Path
 
-__all__ = ["CheckpointDirectory", "sync_directory"]
+__all__ = ["CheckpointDirectory"]
 
 STEP_NAME = re.compile(r"step-(\d{8,18})")
 WRITER_NAME = "writer"  # file that names the writer of a hidden directory

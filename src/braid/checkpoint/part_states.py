@@ -31,7 +31,7 @@ from braid.checkpoint.snapshot import OWN, FailedSnapshot
 from braid.checkpoint.stored_state import unloadable
 from braid.comm import Group
 from braid.errors import BraidError, CheckpointError, ConfigError
-from braid.runtime.tensor_buffers import bytes_of
+from braid.runtime.tensor_buffers import bytes_of, checksum
 from braid.types import first_few
 
 __all__ = ["PARTS", "ExtraStates", "PartStates", "check_parts", "load_parts", "naming"]
@@ -204,7 +204,6 @@ def naming(loaded: Checkpoint, field: str) -> Iterator[None]:
 
 def _digest(plain: Any, tensors: Mapping[str, torch.Tensor]) -> int:
     digest = zlib.crc32(msgspec.json.encode(plain))
-    for tensor in tensors.values():
-        digest = zlib.crc32(bytes_of(tensor) if tensor.numel() else b"", digest)
-        digest = zlib.crc32(f"{tensor.dtype}{list(tensor.shape)}".encode(), digest)
+    for x in tensors.values():
+        digest = zlib.crc32(f"{checksum(x)}{x.dtype}{list(x.shape)}".encode(), digest)
     return digest

@@ -46,7 +46,7 @@ from braid.comm import Group
 from braid.errors import CheckpointError, ConfigError
 from braid.types import dtype_name
 
-__all__ = ["REMEDY", "OnSaved", "Written", "publish", "save", "save_alone", "write_pieces"]
+__all__ = ["OnSaved", "Written", "publish", "save", "save_alone", "write_pieces"]
 
 LOG = logging.getLogger(__name__)
 
@@ -54,7 +54,6 @@ OnSaved = Callable[[int, Path, bool], object]
 # errors if another run removes or creates files in the same directory
 OF_OTHERS = {errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY}
 MANIFEST_RESERVE_BYTES = 1 << 20
-REMEDY = "Earlier checkpoints are untouched"
 
 
 class _Plan(RankReport, frozen=True):
@@ -136,18 +135,18 @@ def save(
             "or choose another directory"
         )
     try:
-        raise_problems(action, [p.problem for p in plans], size=group.size, remedy=REMEDY)
-        raise_problems(action, [space], size=1, remedy=REMEDY)
+        raise_problems(action, [p.problem for p in plans], size=group.size)
+        raise_problems(action, [space], size=1)
         write = partial(write_pieces, home, pieces, step, group.rank, plans[0].writer)
         written = exchange(group, _attempt(write, Written))
-        raise_problems(action, [w.problem for w in written], size=group.size, remedy=REMEDY)
+        raise_problems(action, [w.problem for w in written], size=group.size)
         report = RankReport()
         if group.rank == 0:
             report = _attempt(
                 lambda: publish(home, written, step, state or {}, numerics or {}), RankReport
             )
         reports = exchange(group, report)
-        raise_problems(action, [r.problem for r in reports], size=group.size, remedy=REMEDY)
+        raise_problems(action, [r.problem for r in reports], size=group.size)
     except CheckpointError:
         if group.rank == 0:
             home.discard(step)
@@ -210,10 +209,9 @@ def save_alone(
         problems = [exc.strerror or errno.errorcode.get(exc.errno or 0, str(exc))]
     except Exception as exc:  # noqa: BLE001 - clean up after any error
         problems = [problem_of(exc)]
-    if problems:
-        if began:  # else the hidden directory belongs to another run
-            home.discard(step)
-        raise CheckpointError(f"{action}: {'; '.join(problems)}. {REMEDY}")
+    if problems and began:  # else the hidden directory belongs to another run
+        home.discard(step)
+    raise_problems(action, problems, size=1)
     if keep is not None:
         home.prune(keep, step)
     return home.final(step)

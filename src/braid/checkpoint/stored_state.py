@@ -17,13 +17,7 @@ import torch
 
 from braid.errors import CheckpointError
 
-__all__ = [
-    "StoredOptimizer",
-    "generator_states",
-    "require_like",
-    "stored_optimizer",
-    "unloadable",
-]
+__all__ = ["generator_states", "require_like", "stored_optimizer", "unloadable"]
 
 
 class StoredOptimizer(msgspec.Struct, frozen=True):

@@ -24,7 +24,7 @@ import torch
 
 from braid.errors import CheckpointError
 
-__all__ = ["METADATA_NAME", "StoredTensor", "regular_file", "stored_tensors"]
+__all__ = ["METADATA_NAME", "regular_file", "stored_tensors"]
 
 METADATA_NAME = ".metadata"
 # Python 3.11.0 to 3.11.3 pickles a member of this enum by name, later ones by value

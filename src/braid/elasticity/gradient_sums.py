@@ -32,8 +32,8 @@ import torch
 from braid.comm import Group
 from braid.errors import ConfigError
 from braid.parallel.gradients import FlatBuffer, ParamRecord
-from braid.parallel.gradients.hashing import checksum
 from braid.parallel.gradients.same_batches import sketch_of
+from braid.runtime.tensor_buffers import checksum
 from braid.runtime.transport import adoptable
 
 __all__ = ["GradientSums", "memory_for", "num_rounds", "shard_of", "warn_of_idle_ranks"]

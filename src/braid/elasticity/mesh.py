@@ -57,9 +57,9 @@ from braid.elasticity.state_transfer import (
 from braid.elasticity.weight_digest import WeightBox, weight_digest
 from braid.errors import CheckpointError, ConfigError
 from braid.parallel.gradients import FlatBuffer, ParamRecord, ParamTable
-from braid.parallel.gradients.hashing import checksum
 from braid.parallel.hybrid import HybridParallel
 from braid.programs.layout import Mesh
+from braid.runtime.tensor_buffers import checksum
 
 __all__ = ["Build", "MeshReplica"]
 
@@ -174,7 +174,9 @@ class MeshReplica:
         if is_first:
             stored = checkpoints.load(group, state)
             newest = group.objects.broadcast(dict(stored or progress), 0)
-            _make_equal(group, state.model)
+            ParamTable.of(state.model).make_equal(group)
+            for buffer in state.model.buffers():
+                group.broadcast(buffer.detach(), 0)
         else:
             try:
                 parts = {number: division.parts for number, division in self._divisions.items()}
@@ -404,10 +406,3 @@ class _NoInitialValues(TorchFunctionMode):
         if is_initial and isinstance(tensor, nn.Parameter):
             return tensor
         return func(*args, **kwargs)
-
-
-def _make_equal(group: Group, model: nn.Module) -> None:
-    """Give all members the weights and buffers of the first one; a collective."""
-    ParamTable.of(model).make_equal(group)
-    for buffer in model.buffers():
-        group.broadcast(buffer.detach(), 0)

@@ -30,7 +30,7 @@ from braid.comm import Group
 from braid.elasticity.parts import ModelPart, PartTensor, TensorBox, packed
 from braid.elasticity.state_transfer import DAMAGED
 from braid.errors import CheckpointError, CommError, MismatchError
-from braid.parallel.gradients.hashing import checksum
+from braid.runtime.tensor_buffers import checksum
 from braid.types import dtype_name
 
 __all__ = ["LostStateError", "NewestState", "fill", "newest_state"]

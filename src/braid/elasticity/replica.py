@@ -14,7 +14,7 @@ from braid.elasticity.saving import TrainingCheckpoints
 from braid.elasticity.state_transfer import TrainingState, check_same_training, transfer
 from braid.elasticity.weight_digest import WeightBox, weight_digest
 from braid.parallel.gradients import FlatBuffer, ParamRecord, ParamTable
-from braid.parallel.gradients.hashing import checksum
+from braid.runtime.tensor_buffers import checksum
 
 __all__ = ["Replica", "WholeModel"]
 

@@ -31,7 +31,7 @@ from braid.comm import Group
 from braid.comm.autograd.nested import flatten
 from braid.errors import CommError, ConfigError, MismatchError
 from braid.parallel.gradients import ParamRecord, ParamTable
-from braid.parallel.gradients.hashing import checksum
+from braid.runtime.tensor_buffers import checksum
 from braid.runtime.torch_internals import version_of
 from braid.types import TensorSpec, dtype_name, first_few
 

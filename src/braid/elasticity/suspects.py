@@ -47,8 +47,6 @@ __all__ = [
     "GradientChecks",
     "StepTimes",
     "leave_if_wrong",
-    "slow_rank",
-    "times_slower",
     "wrong_ranks",
 ]
 

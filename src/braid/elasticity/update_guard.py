@@ -9,7 +9,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from braid.errors import ConfigError
-from braid.parallel.gradients.incomplete import Use, forget_incomplete, note_incomplete
+from braid.parallel.gradients.incomplete import Use, forget_incomplete, note_incomplete, params_of
 
 __all__ = ["UpdateGuard"]
 
@@ -36,7 +36,7 @@ class UpdateGuard:
         """
         self.close()
         self._factor = rate_factor
-        params = [param for group in optimizer.param_groups for param in group["params"]]
+        params = params_of(optimizer)
         note_incomplete(self, lambda _: params, _refusal)
         self._hooks.callback(forget_incomplete, self)
         before = optimizer.register_step_pre_hook(self._before_step)

@@ -14,7 +14,7 @@ from torch import nn
 
 from braid.parallel.expert_parallel import expert_modules
 
-__all__ = ["AxisSizes", "expert_axis", "sequence_axis"]
+__all__ = ["expert_axis", "sequence_axis"]
 
 LARGEST = 64  # ranks of an axis
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from braid.errors import ConfigError
 
-__all__ = ["Failures", "Solution", "time_to_solution"]
+__all__ = ["Failures", "time_to_solution"]
 
 HOUR_S = 3600.0
 

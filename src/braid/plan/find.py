@@ -36,7 +36,6 @@ from braid.plan.search import Split, fastest_mesh, find_splits
 from braid.programs.topology import Cluster, Device, read_cluster
 
 __all__ = [
-    "CapturedLayers",
     "captured_layers",
     "copied_without_memory",
     "described_layers",

@@ -6,7 +6,7 @@ before anybody starts.
 
 from __future__ import annotations
 
-__all__ = ["BITWISE", "ORDERED", "REDUCTIONS", "refusal"]
+__all__ = ["REDUCTIONS", "refusal"]
 
 ORDERED = ("sum", "avg", "product", "min", "max")
 BITWISE = ("band", "bor", "bxor")

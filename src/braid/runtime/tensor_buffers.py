@@ -16,14 +16,18 @@ To receive into existing tensors: `van.receive_into(Gradients, lambda sender, me
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from braid.errors import CommError, ConfigError
 from braid.types import TensorSpec, dtype_name
 
-__all__ = ["as_buffers", "bytes_of", "from_buffers", "memory_of"]
+__all__ = ["as_buffers", "bytes_of", "checksum", "from_buffers", "memory_of"]
+
+NUM_COLUMNS = 509  # of a checksum
 
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 _NAMES = {dtype: dtype_name(dtype) for dtype in _DTYPES.values()}
@@ -119,3 +123,18 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     # dims of length 1 may have any stride in a contiguous tensor
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))
     return flat.view(torch.uint8).numpy().data
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """Return a checksum of a tensor's bits; 0 if it is empty.
+
+    It is the CRC-32 of the sums of 64-bit words by column, which takes a sixth of the time of the
+    CRC-32 of all words. The number of columns is a prime, so that a permutation of a tensor's rows
+    changes the sums.
+    """
+    if not tensor.numel():
+        return 0
+    words = np.frombuffer(bytes_of(tensor), np.uint8)
+    end = len(words) // (8 * NUM_COLUMNS) * 8 * NUM_COLUMNS
+    sums = words[:end].view(np.uint64).reshape(-1, NUM_COLUMNS).sum(0)
+    return zlib.crc32(words[end:].data, zlib.crc32(sums.data))

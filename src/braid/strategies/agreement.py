@@ -192,4 +192,6 @@ def average_closure(
         part = torch.as_tensor(loss).detach() * (replica.share * group.size)
         return group.all_reduce(part, "avg")
 
-    return (args[0], averaged), {}
+    if len(args) > 1:
+        return (args[0], averaged, *args[2:]), kwargs
+    return args, {**kwargs, "closure": averaged}

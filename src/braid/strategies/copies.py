@@ -120,15 +120,14 @@ class ReplicaCopies:
         others = [ReplicaObjects(self._made, device, first) for device in devices[1:]]
         self.objects, self._is_stale = [first, *others], False
         if self._replicas.size > 1:
-            self._replicas.run(self._begin_average)
+            self._replicas.run(
+                lambda index, group: self._average(self.objects[index], index, group, self._hooks)
+            )
         self._hooks += [
             optimizer.register_load_state_dict_post_hook(self._become_stale)
             for optimizer in first.optimizers
         ]
         self._note(first.digests() if others else torch.empty(0))
-
-    def _begin_average(self, index: int, group: Group) -> None:
-        self._average(self.objects[index], index, group, self._hooks)
 
     def _become_stale(self, _optimizer: object) -> None:
         """Note that the program has loaded a state that is missing in the other replicas."""

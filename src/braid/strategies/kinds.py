@@ -13,6 +13,7 @@ from braid.comm import Group
 from braid.context import init
 from braid.errors import ConfigError
 from braid.parallel.data_parallel.devices import DeviceLike, as_device
+from braid.parallel.gradients.incomplete import params_of
 from braid.strategies.cluster import (
     ClusterResolver,
     LaunchedClusterResolver,
@@ -154,16 +155,15 @@ class _CentralStep:
             raise ConfigError(msg)
         if self._group.rank == 0:
             return
-        params = [param for group in optimizer.param_groups for param in group["params"]]
+        params = params_of(optimizer)
         self._grads = [(param, param.grad) for param in params]
         for param in params:
             param.grad = None
 
     def after(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Send the first replica's parameters to the other replicas, after an optimizer's step."""
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                self._group.broadcast(param.detach(), 0)
+        for param in params_of(optimizer):
+            self._group.broadcast(param.detach(), 0)
         for param, grad in self._grads:
             param.grad = grad
         self._grads = []

@@ -33,6 +33,7 @@ from torch.overrides import TorchFunctionMode
 
 from braid.comm.autograd.nested import tensors_in
 from braid.errors import ConfigError
+from braid.parallel.gradients.incomplete import params_of
 from braid.strategies.contexts import get_replica_context
 
 __all__ = ["MadeInScope", "ParameterCheck", "shared_objects_refused", "source_of"]
@@ -202,10 +203,10 @@ class MadeInScope:
                 raise ConfigError(msg)
         known = {id(param) for param in self.named_parameters().values()}
         for optimizer in self.optimizers():
-            for number, param in enumerate(_params_of(optimizer)):
-                if id(param) not in known:
+            for number, tensor in enumerate(params_of(optimizer)):
+                if id(tensor) not in known:
                     msg = (
-                        f"parameter {number} (shape {list(param.shape)}) of "
+                        f"parameter {number} (shape {list(tensor.shape)}) of "
                         f"{type(optimizer).__name__} belongs to no module made in this "
                         "strategy's scope: make the model in the scope as well"
                     )
@@ -393,7 +394,3 @@ def _is_compiled(module: nn.Module) -> bool:
     """Return whether torch.compile or torch.jit has made a module."""
     wraps = any(name == "_orig_mod" for name, _ in module.named_children())  # torch.compile's
     return wraps or isinstance(module, torch.jit.ScriptModule)
-
-
-def _params_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    return [param for group in optimizer.param_groups for param in group["params"]]

@@ -25,7 +25,7 @@ from braid.runtime.store import HashStore
 from braid.runtime.transport import Fabric, RankContext
 from braid.strategies.values import PerReplica
 
-__all__ = ["LocalReplicas", "MergeCalls", "OneRank", "ThreadReplicas"]
+__all__ = ["LocalReplicas", "OneRank", "ThreadReplicas"]
 
 GRACE_S = 10.0  # replicas wait this long for a replica that has ended its step, as ranks do
 

@@ -127,7 +127,7 @@ def options_of(plan: Plan | PipeDreamPlan) -> dict[str, Any]:
     if isinstance(plan, PipeDreamPlan):
         options = {
             "mesh": f"pp={plan.num_ranks}",
-            "balance": plan.balance_text,
+            "balance": ",".join(map(str, plan.balance)),
             "versions": plan.versions,
             "stage_replicas": ",".join(map(str, plan.replicas)),
         }

@@ -28,7 +28,7 @@ from braid.train.reports import (
     parse_report,
 )
 
-__all__ = ["TrainConsole", "describe_start", "describe_step"]
+__all__ = ["TrainConsole", "describe_step"]
 
 PLAIN_LINE_NS = 2_000_000_000
 TRACEBACK = b"Traceback (most recent call last)"
@@ -229,8 +229,8 @@ def describe_start(start: TrainingStarted) -> list[str]:
             "train on"
         ),
         (
-            f"ranks    {start.num_ranks}{shards}, {_plural(start.threads, 'thread')} each, on "
-            f"{start.device} in {start.dtype}"
+            f"ranks    {start.num_ranks}{shards}, {start.threads} thread"
+            f"{'s' * (start.threads != 1)} each, on {start.device} in {start.dtype}"
         ),
         f"step     {start.tokens_per_step:,} tokens, {start.flops_per_step / 1e9:.2g} GFLOP",
         (f"MFU      of {start.peak_flops_per_s / 1e9:.0f} GFLOP/s a rank, {start.peak_source}"),
@@ -257,7 +257,3 @@ def _count(value: float) -> str:
         if value >= factor:
             return f"{value / factor:.3g}{unit}"
     return f"{value:.3g}"
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' if count != 1 else ''}"

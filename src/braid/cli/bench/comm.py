@@ -16,7 +16,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -283,9 +282,4 @@ def plot(report: CommReport, path: Path) -> Path:
     return path
 
 
-def explanations(report: CommReport) -> Iterable[str]:
-    """Return texts about the algorithms that braid chose."""
-    return report.explained.values()
-
-
-BENCH = Benchmark("comm", CommBench, _measure_comm, table, explanations)
+BENCH = Benchmark("comm", CommBench, _measure_comm, table, lambda report: report.explained.values())

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from braid.plan.search import Ranking
     from braid.programs.topology import Cluster, Device
 
-__all__ = ["PlanRequest", "plan"]
+__all__ = ["plan"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

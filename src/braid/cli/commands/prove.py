@@ -36,18 +36,20 @@ def prove(
     import msgspec
 
     from braid.cli.bench.harness.ranks import run_here
+    from braid.train.prove.proving import Proof
     from braid.train.prove.show import show
     from braid.train.prove.task import load_task
-    from braid.train.prove.worker import ProofConfig, ProofLine, main
+    from braid.train.prove.worker import ProofConfig, main
 
     problems = [f"--num-ranks {n}"] * (n < 1) + [f"--steps {steps}"] * (steps < 1)
     if problems:
         msg = f"--num-ranks and --steps must be at least 1, got {' and '.join(problems)}"
         raise ConfigError(msg)
     load_task(Path(file))  # reports an unreadable task once, not on every rank
-    lines: list[str] = []
     config = ProofConfig(file=str(Path(file).resolve()), steps=steps)
-    run_here(n, main, config, log_dir=Path(log_dir), on_line=lines.append)
-    proof = msgspec.json.decode(lines[-1], type=ProofLine).proof
+    result = Path(log_dir) / "proof.json"
+    run_here(n, main, config, log_dir=Path(log_dir), results=result)
+    proof = msgspec.json.decode(result.read_bytes(), type=Proof)
+    result.unlink()
     show(proof)
     return 0 if proof.holds else 1

@@ -27,15 +27,7 @@ from braid.programs.schedule.collective.vocabulary import ROOTED
 from braid.programs.schedule.program import batches
 from braid.runtime.transport import Steps
 
-__all__ = [
-    "PIECE_BYTES",
-    "PROGRAMS",
-    "ProgramPart",
-    "Programs",
-    "check_equal_parts",
-    "names_for",
-    "program_steps",
-]
+__all__ = ["PIECE_BYTES", "PROGRAMS", "Programs", "check_equal_parts", "names_for", "program_steps"]
 
 PIECE_BYTES = 4 << 20
 MAX_PARTS = 256  # parts cached for the next call of the same size

@@ -27,7 +27,7 @@ from braid.comm.channel.staging import CHUNK_BYTES, pieces
 from braid.errors import CommError, MismatchError
 from braid.runtime.transport import Steps, Wait, WaitAny
 
-__all__ = ["Mailbox", "Receipt"]
+__all__ = ["Mailbox"]
 
 
 class Receipt:

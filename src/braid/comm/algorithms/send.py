@@ -24,7 +24,7 @@ from braid.comm.channel.channel import Channel
 from braid.comm.channel.staging import CHUNK_BYTES, pieces
 from braid.runtime.transport import Steps
 
-__all__ = ["EAGER_BYTES", "Envelope", "MessageForm", "first_part", "read_envelope", "send"]
+__all__ = ["EAGER_BYTES", "MessageForm", "first_part", "read_envelope", "send"]
 
 EAGER_BYTES = 256 << 10  # messages up to this size are not offered for reading in place
 ENVELOPE_LINES = 1  # addresses count lines of 64 bytes

@@ -364,7 +364,7 @@ class Group(Handle, Reductions, Movements, PointToPoint):
         )
         tokens = [[int(token) for token in value.split(",")] for value in values.values()]
         order = [self.ranks.index(rank) for rank in values]
-        group = self._subset(order, tokens, epoch=self.epoch + 1, name_prefix=self._name_prefix)
+        group = self._subset(order, tokens, is_rebuilt=True)
         for old, new in zip(self._engines(), group._engines(), strict=True):  # noqa: SLF001
             old.hand_over_to(new)
         self._successor = group
@@ -460,15 +460,11 @@ class Group(Handle, Reductions, Movements, PointToPoint):
         return list(dict.fromkeys([self._engine, *self._by_device.values()]))
 
     def _subset(
-        self,
-        order: Sequence[int],
-        tokens: Sequence[Sequence[int]],
-        *,
-        epoch: int | None = None,
-        name_prefix: str = "",
+        self, order: Sequence[int], tokens: Sequence[Sequence[int]], *, is_rebuilt: bool = False
     ) -> Group:
         """Return a group of some members, with one token per engine from each of them."""
         ranks = tuple(self.ranks[r] for r in order)
+        branch = "" if is_rebuilt else f"/{ranks[0]}-{tokens[0][0]}"
         first, *others = (
             engine.subset(order, [row[i] for row in tokens])
             for i, engine in enumerate(self._engines())
@@ -478,8 +474,8 @@ class Group(Handle, Reductions, Movements, PointToPoint):
             first,
             ranks,
             self._names,
-            epoch=self.epoch if epoch is None else epoch,
-            name_prefix=name_prefix or f"{self._name_prefix}/{self.ranks[order[0]]}-{tokens[0][0]}",
+            epoch=self.epoch + is_rebuilt,
+            name_prefix=f"{self._name_prefix}{branch}",
         )
         for engine in others:
             group.attach(engine)

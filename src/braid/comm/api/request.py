@@ -163,7 +163,8 @@ class Request:
         Raises:
             StaleError: The last start has not ended, or the request has been retired before.
         """
-        self._check_idle()
+        if self._retired or (self._work is not None and not self._work.done()):
+            self._refuse_busy()
         self._retired = True
         self.reset_residual()
         self._numbers.give_back(self._number)
@@ -174,10 +175,6 @@ class Request:
         work = self._work
         if work is None or work.exception() is None:
             self._numbers.lose(self._number, None if work is None or work.succeeded else work)
-
-    def _check_idle(self) -> None:
-        if self._retired or (self._work is not None and not self._work.done()):
-            self._refuse_busy()
 
     def _refuse_busy(self) -> None:
         if self._retired:

@@ -47,7 +47,7 @@ from braid.comm.autograd.rng_and_autocast import RngAndAutocast, generators_of
 from braid.errors import ConfigError
 from braid.runtime.torch_internals import forward_hooks, own_modules, version_of
 
-__all__ = ["LayerForward", "RecomputedLayers", "recompute_layers"]
+__all__ = ["LayerForward", "recompute_layers"]
 
 LISTS = nn.Sequential | nn.ModuleList
 

@@ -16,7 +16,6 @@ import torch
 
 __all__ = [
     "CPU_STREAM",
-    "CPUStream",
     "Stream",
     "current_stream",
     "default_stream",

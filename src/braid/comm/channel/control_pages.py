@@ -23,7 +23,7 @@ from braid.errors import StaleError
 from braid.runtime.transport import Block, DeviceWait, MemoryTransport, Wait, WaitAny
 from braid.types import text_digest
 
-__all__ = ["ABANDONED", "CLOSED", "DISAGREED", "ControlPages", "MemberState", "RetiredPages"]
+__all__ = ["ABANDONED", "CLOSED", "DISAGREED", "ControlPages", "MemberState"]
 
 PAGE_LINES = 64
 NUM_RESTING = 16  # unused first pages to keep before the oldest one is reused

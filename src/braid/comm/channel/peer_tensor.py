@@ -17,15 +17,7 @@ from braid.comm.channel.staging import PRIVATE
 from braid.errors import StaleError
 from braid.runtime.transport import MemoryTransport
 
-__all__ = [
-    "PrivateRemote",
-    "Remote",
-    "SharedRemote",
-    "all_registered",
-    "offers",
-    "remote_at",
-    "remote_of",
-]
+__all__ = ["Remote", "all_registered", "offers", "remote_at", "remote_of"]
 
 
 def offers(ch: Channel) -> list[int]:

@@ -214,7 +214,7 @@ class C10dEngine:
                     self._known.add(c.digest)
             self.statistics.num_operations += 1
             self.statistics.nbytes += c.nbytes
-            steps = steps_of(self._group, c, self.rank, self.size)
+            steps = steps_of(self._group, c)
             if c.copies is not None and c.copies.needed:
                 steps = c.copies.around(steps)
             span = self._context.events.span(

@@ -28,26 +28,19 @@ TorchSteps = Generator[Any, None, None]
 RAGGED_TAG = 1 << 20  # tag of messages with ragged parts
 
 
-def steps_of(group: Any, c: Collective, rank: int, size: int) -> TorchSteps:
-    """Return a generator of the works that run the collective `c`, in order.
-
-    Args:
-        group: Backend of torch.
-        c: The collective.
-        rank: Group rank of this process.
-        size: Number of members.
-    """
-    return _STEPS[c.kind](group, c, rank, size)
+def steps_of(group: Any, c: Collective) -> TorchSteps:
+    """Return a generator of the works by which torch's backend `group` runs `c`, in order."""
+    return _STEPS[c.kind](group, c)
 
 
-def _barrier(group: Any, _c: Collective, _rank: int, _size: int) -> TorchSteps:
+def _barrier(group: Any, _c: Collective) -> TorchSteps:
     yield group.barrier()
 
 
-def _all_reduce(group: Any, c: Collective, rank: int, size: int) -> TorchSteps:
+def _all_reduce(group: Any, c: Collective) -> TorchSteps:
     if c.outs[0].is_complex() and c.op == "product":  # not a product of pairs
-        rows = [torch.empty_like(c.outs[0]) for _ in range(size)]
-        yield from _all_gather(group, replace(c, outs=tuple(rows)), rank, size)
+        rows = [torch.empty_like(c.outs[0]) for _ in range(group.size())]
+        yield from _all_gather(group, replace(c, outs=tuple(rows)))
         combine(rows, c.outs[0], c.op, None)
         return
     x = _numbers(c.outs[0])
@@ -55,15 +48,15 @@ def _all_reduce(group: Any, c: Collective, rank: int, size: int) -> TorchSteps:
     options.reduceOp = _OPS[c.op]
     yield group.allreduce([x], options)
     _back(x, c.outs[0])
-    finish(c.outs[0], c.op, size, None)
+    finish(c.outs[0], c.op, group.size(), None)
 
 
-def _reduce(group: Any, c: Collective, rank: int, size: int) -> TorchSteps:
+def _reduce(group: Any, c: Collective) -> TorchSteps:
     x = c.ins[0].clone()  # backends overwrite it
     yield from _reduce_to(group, x, c.op, c.peer)
-    if rank == c.peer:
+    if group.rank() == c.peer:
         c.outs[0].copy_(x)
-        finish(c.outs[0], c.op, size, None)
+        finish(c.outs[0], c.op, group.size(), None)
 
 
 def _reduce_to(group: Any, x: torch.Tensor, op: str, root: int) -> TorchSteps:
@@ -75,20 +68,20 @@ def _reduce_to(group: Any, x: torch.Tensor, op: str, root: int) -> TorchSteps:
     _back(numbers, x)
 
 
-def _reduce_scatter(group: Any, c: Collective, rank: int, size: int) -> TorchSteps:
+def _reduce_scatter(group: Any, c: Collective) -> TorchSteps:
     out, x = c.outs[0], c.ins[0]
-    widths = c.part_widths or (out.numel(),) * size
+    widths = c.part_widths or (out.numel(),) * group.size()
     for root, (low, high) in enumerate(_bounds(widths)):
         part = x[low:high].clone()
         yield from _reduce_to(group, part, c.op, root)
-        if root == rank:
+        if root == group.rank():
             out.copy_(part)
-    finish(out, c.op, size, None)
+    finish(out, c.op, group.size(), None)
 
 
-def _scan(group: Any, c: Collective, rank: int, size: int) -> TorchSteps:
-    x = c.ins[0]
-    rows = [torch.empty_like(x) for _ in range(size)]
+def _scan(group: Any, c: Collective) -> TorchSteps:
+    x, rank = c.ins[0], group.rank()
+    rows = [torch.empty_like(x) for _ in range(group.size())]
     yield group.allgather([[_bytes(row) for row in rows]], [_bytes(x)])
     before = rows[: rank if c.exclusive else rank + 1]
     if before:
@@ -97,7 +90,7 @@ def _scan(group: Any, c: Collective, rank: int, size: int) -> TorchSteps:
         c.outs[0].copy_(identity(c.op, x))
 
 
-def _broadcast(group: Any, c: Collective, _rank: int, _size: int) -> TorchSteps:
+def _broadcast(group: Any, c: Collective) -> TorchSteps:
     yield from _broadcast_from(group, c.outs[0], c.peer)
 
 
@@ -107,20 +100,20 @@ def _broadcast_from(group: Any, x: torch.Tensor, root: int) -> TorchSteps:
     yield group.broadcast([_bytes(x)], options)
 
 
-def _all_gather(group: Any, c: Collective, rank: int, _size: int) -> TorchSteps:
+def _all_gather(group: Any, c: Collective) -> TorchSteps:
     x, outs = c.ins[0], c.outs
     if c.part_widths is None:
         yield group.allgather([[_bytes(out) for out in outs]], [_bytes(x)])
         return
-    outs[rank].copy_(x)
+    outs[group.rank()].copy_(x)
     for root, out in enumerate(outs):
         if out.numel():
             yield from _broadcast_from(group, out, root)
 
 
-def _gather(group: Any, c: Collective, rank: int, size: int) -> TorchSteps:
-    x, root = c.ins[0], c.peer
-    sizes = yield from _sizes(group, x.numel() if rank != root else 0, size, x.device)
+def _gather(group: Any, c: Collective) -> TorchSteps:
+    x, root, rank = c.ins[0], c.peer, group.rank()
+    sizes = yield from _sizes(group, x.numel() if rank != root else 0, x.device)
     if rank != root:
         if x.numel():
             yield group.send([_bytes(x)], root, RAGGED_TAG)
@@ -131,10 +124,10 @@ def _gather(group: Any, c: Collective, rank: int, size: int) -> TorchSteps:
             yield group.recv([_bytes(_fitting(c.outs[peer], numel, peer))], peer, RAGGED_TAG)
 
 
-def _scatter(group: Any, c: Collective, rank: int, size: int) -> TorchSteps:
+def _scatter(group: Any, c: Collective) -> TorchSteps:
     out, root = c.outs[0], c.peer
-    sizes = yield from _sizes(group, out.numel(), size, out.device)
-    if rank != root:
+    sizes = yield from _sizes(group, out.numel(), out.device)
+    if group.rank() != root:
         if out.numel():
             yield group.recv([_bytes(out)], root, RAGGED_TAG)
         return
@@ -146,23 +139,22 @@ def _scatter(group: Any, c: Collective, rank: int, size: int) -> TorchSteps:
             yield group.send([_bytes(part)], peer, RAGGED_TAG)
 
 
-def _all_to_all(group: Any, c: Collective, rank: int, size: int) -> TorchSteps:
+def _all_to_all(group: Any, c: Collective) -> TorchSteps:
     x, outs = c.ins[0], c.outs
     received = [out.numel() * out.element_size() for out in outs]
-    widths = c.part_widths or (x.numel() // size,) * size
+    widths = c.part_widths or (x.numel() // group.size(),) * group.size()
     sent = [width * x.element_size() for width in widths]
     flat = torch.empty(sum(received), dtype=torch.uint8, device=x.device)
     yield group.alltoall_base(flat, _bytes(x), received, sent)
     for (low, high), out in zip(_bounds(received), outs, strict=True):
         _bytes(out).copy_(flat[low:high])
-    del rank
 
 
-def _send(group: Any, c: Collective, _rank: int, _size: int) -> TorchSteps:
+def _send(group: Any, c: Collective) -> TorchSteps:
     yield group.send([_bytes(c.ins[0])], c.peer, c.tag)
 
 
-def _recv(group: Any, c: Collective, _rank: int, _size: int) -> TorchSteps:
+def _recv(group: Any, c: Collective) -> TorchSteps:
     x = _bytes(c.outs[0])
     if c.peer >= 0:
         yield group.recv([x], c.peer, c.tag)
@@ -173,7 +165,7 @@ def _recv(group: Any, c: Collective, _rank: int, _size: int) -> TorchSteps:
         c.source.append(source_rank(work))
 
 
-_STEPS: dict[str, Callable[[Any, Collective, int, int], TorchSteps]] = {
+_STEPS: dict[str, Callable[[Any, Collective], TorchSteps]] = {
     "barrier": _barrier,
     "all_reduce": _all_reduce,
     "reduce": _reduce,
@@ -199,12 +191,10 @@ _OPS = {
 }
 
 
-def _sizes(
-    group: Any, mine: int, size: int, device: torch.device
-) -> Generator[Any, None, list[int]]:
+def _sizes(group: Any, mine: int, device: torch.device) -> Generator[Any, None, list[int]]:
     """Gather the sizes of all members."""
     size_here = torch.tensor([mine], device=device)
-    rows = [torch.empty_like(size_here) for _ in range(size)]
+    rows = [torch.empty_like(size_here) for _ in range(group.size())]
     yield group.allgather([rows], [size_here])
     return [int(row) for row in rows]
 

@@ -17,7 +17,7 @@ from braid.comm.engines.collective import Collective, algorithm_names
 from braid.comm.engines.work import StepsBy, Work
 from braid.errors import ConfigError
 
-__all__ = ["Capabilities", "Engine", "EngineRequest", "GroupStatistics"]
+__all__ = ["Capabilities", "Engine", "GroupStatistics"]
 
 
 class Capabilities(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
@@ -91,7 +90,6 @@ class SharedMemoryEngine:
         self._mailbox = Mailbox(pages)
         self.eager = EagerMessages(pages, progress, self._mailbox, events, self.statistics)
         self._views: deque[Channel] = deque()  # of the incoming line, one per receive in progress
-        self._ordering = threading.Lock()  # orders the threads that enter a channel
         self._first_pages: dict[int, Block] = {}
         self._programs = Programs(pages.rank, pages.size)
 

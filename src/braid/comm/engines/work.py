@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from braid.comm.tensors.arguments import check_seconds
 
-__all__ = ["StepsBy", "Underway", "Work", "Works"]
+__all__ = ["StepsBy", "Work", "Works"]
 
 
 class StepsBy(Enum):

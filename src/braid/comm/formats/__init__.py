@@ -4,7 +4,7 @@ Read `wire_format.py` (the interface), then `floats.py`, `integers.py`, `sparse.
 (error feedback for lossy formats), `low_rank.py`, `catalogue.py`.
 """
 
-from braid.comm.formats.catalogue import NAMES, by_name
+from braid.comm.formats.catalogue import by_name
 from braid.comm.formats.feedback import ErrorFeedback
 from braid.comm.formats.floats import BF16, FLOAT16, FLOAT32
 from braid.comm.formats.integers import Int8
@@ -16,7 +16,6 @@ __all__ = [
     "BF16",
     "FLOAT16",
     "FLOAT32",
-    "NAMES",
     "ErrorFeedback",
     "Int8",
     "LowRank",

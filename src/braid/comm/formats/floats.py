@@ -23,7 +23,7 @@ import torch
 
 from braid.comm.formats.wire_format import check_length, numbers, room, same_device
 
-__all__ = ["BF16", "FLOAT16", "FLOAT32", "FloatFormat"]
+__all__ = ["BF16", "FLOAT16", "FLOAT32"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -205,7 +205,7 @@ class Copies:
         flat = ordinary(
             torch.empty(x.numel(), dtype=x.dtype, device=x.device)
             if here
-            else _page_locked(x.numel(), x.dtype)
+            else torch.empty(x.numel(), dtype=x.dtype, device="cpu", pin_memory=True)
         )
         if load:
             self._before.append(self._copy(flat.view(x.shape), x))
@@ -256,11 +256,6 @@ def _follow_current_stream(device: torch.device) -> None:
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     _copy_stream(device).wait_event(event)
-
-
-def _page_locked(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return page-locked host memory, which a GPU can read and write directly."""
-    return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
 
 
 def _start_copy(target: torch.Tensor, source: torch.Tensor, device: torch.device) -> DeviceWait:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,14 +40,6 @@ from braid.runtime.store import PrefixStore, Store
 from braid.runtime.store.torch_store import TorchStore
 
 __all__ = ["GroupRendezvous", "SharedWorld", "SharedWorlds"]
-
-
-class _Owner(Protocol):
-    """Resource that is closed after the groups."""
-
-    def close(self) -> None:
-        """Leave the job and release all resources."""
-        ...
 
 
 class GroupRendezvous(NamedTuple):
@@ -88,7 +80,11 @@ class SharedWorld:
     """
 
     def __init__(
-        self, ranks: tuple[int, ...], world: Group, owner: _Owner | None, store: Store
+        self,
+        ranks: tuple[int, ...],
+        world: Group,
+        owner: _LauncherJob | _StoreMeeting | None,
+        store: Store,
     ) -> None:
         self.ranks = ranks
         self.world = world

@@ -17,7 +17,7 @@ from braid.compat.horovod.fusion import Autotuner, FusionOptions, StateOptions, 
 from braid.compat.horovod.variables import LEVELS, read_variables
 from braid.errors import raise_all
 
-__all__ = ["HorovodEnvironment", "collecting_s", "write_search"]
+__all__ = ["HorovodEnvironment", "write_search"]
 
 HOROVODS_S = 0.001
 UNTIL_WAITED_FOR_S = 0.25

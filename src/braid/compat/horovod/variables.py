@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from braid.errors import raise_all
 
-__all__ = ["PREFIX", "WITHOUT_MEANING", "VariablesRead", "closest", "read_variables"]
+__all__ = ["PREFIX", "WITHOUT_MEANING", "closest", "read_variables"]
 
 PREFIX = "HOROVOD_"
 DYNAMIC = "DYNAMIC"  # the program starts the timeline itself, which is always possible here

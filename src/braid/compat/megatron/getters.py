@@ -13,15 +13,7 @@ import torch.distributed as dist
 
 from braid.compat.megatron.state import NAMES, STATE
 
-__all__ = [
-    "GroupGetter",
-    "first_of",
-    "group_of",
-    "rank_of",
-    "set_rank_of",
-    "set_size_of",
-    "size_of",
-]
+__all__ = ["first_of", "group_of", "rank_of", "set_rank_of", "set_size_of", "size_of"]
 
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -17,7 +17,7 @@ from braid.compat.megatron.failure import GroupNotInitializedError, UsageError
 from braid.compat.megatron.groups import create_group
 from braid.runtime.torch_internals import known_groups
 
-__all__ = ["STATE", "GlobalMemoryBuffer", "ParallelState"]
+__all__ = ["STATE", "GlobalMemoryBuffer"]
 
 NAMES = {
     "mp": "model parallel group",

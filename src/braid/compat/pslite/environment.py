@@ -25,7 +25,7 @@ from braid.errors import ConfigError
 from braid.ps.protocol.directory import Role
 from braid.runtime.variables import SERVERS
 
-__all__ = ["DEFAULT_RESEND_S", "Environment"]
+__all__ = ["Environment"]
 
 DEFAULT_RESEND_S = 1.0  # as in PS-Lite
 HEARTBEAT_S, LOST_AFTER_S = 1.0, 30.0  # the van's defaults

@@ -12,7 +12,7 @@ from braid.errors import StaleError
 from braid.ps import kv
 from braid.ps.kv.groups import ALL
 
-__all__ = ["PROCESS", "PSLiteProcess"]
+__all__ = ["PROCESS"]
 
 
 class PSLiteProcess:

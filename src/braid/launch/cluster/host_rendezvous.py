@@ -29,7 +29,6 @@ from braid.launch.cluster.agent_messages import (
 from braid.launch.cluster.agent_registry import AgentRegistry
 from braid.launch.cluster.host_rendezvous_state import (
     Greet,
-    HostRendezvousLimits,
     HostRendezvousPhase,
     HostRendezvousState,
     Instruction,
@@ -143,7 +142,7 @@ class HostRendezvous(Closing):
                 wanted=where.interfaces,
                 first_node=first_node,
                 may_grow=may_grow,
-                limits=HostRendezvousLimits(round(limit_s * 1e9)),
+                limit_s=limit_s,
                 now_ns=clock.now_ns(),
             )
             self._registry = AgentRegistry(clock)

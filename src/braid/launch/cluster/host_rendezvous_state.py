@@ -39,13 +39,16 @@ from braid.launch.cluster.reachability import (
 
 __all__ = [
     "Greet",
-    "HostRendezvousLimits",
     "HostRendezvousPhase",
     "HostRendezvousState",
     "PrepareHost",
     "ProbeTargets",
     "RunningHost",
 ]
+
+# time limits of phases
+PROBE_NS = 8_000_000_000
+PREPARE_NS = 30_000_000_000
 
 
 class HostRendezvousPhase(Enum):
@@ -56,14 +59,6 @@ class HostRendezvousPhase(Enum):
     PREPARING = "preparing"
     READY = "ready"
     FAILED = "failed"
-
-
-class HostRendezvousLimits(NamedTuple):
-    """Time limits of the phases in which the hosts of a job meet, in nanoseconds."""
-
-    gather_ns: int
-    probe_ns: int = 8_000_000_000
-    prepare_ns: int = 30_000_000_000
 
 
 class Greet(NamedTuple):
@@ -107,7 +102,7 @@ class HostRendezvousState:
         wanted: Interfaces or networks to which addresses are restricted; empty for any.
         first_node: Number of the first host.
         may_grow: Whether further hosts may come later, which cannot reach loopback addresses.
-        limits: Time limits of the phases.
+        limit_s: Seconds until all hosts must have come.
         now_ns: Current time.
 
     Attributes:
@@ -129,7 +124,7 @@ class HostRendezvousState:
         wanted: Collection[str] = (),
         first_node: int = 0,
         may_grow: bool = False,
-        limits: HostRendezvousLimits,
+        limit_s: float,
         now_ns: int,
     ) -> None:
         self.phase = HostRendezvousPhase.GATHERING
@@ -139,9 +134,8 @@ class HostRendezvousState:
         self._version = version
         self._wanted = tuple(wanted)
         self._may_grow = may_grow
-        self._limits = limits
-        self.deadline_ns = now_ns + limits.gather_ns
-        self._gather_s = limits.gather_ns / 1e9
+        self.deadline_ns = now_ns + round(limit_s * 1e9)
+        self._gather_s = limit_s
         self._ready: dict[int, AgentHello] = {}
         self._addresses: dict[int, HostAddresses] = {LAUNCHER: own_addresses}
         self._attempts: dict[int, tuple[Attempt, ...]] = {}
@@ -287,7 +281,7 @@ class HostRendezvousState:
         if self._problems:
             self._fail()
             return []
-        self.phase, self.deadline_ns = HostRendezvousPhase.PROBING, now_ns + self._limits.probe_ns
+        self.phase, self.deadline_ns = HostRendezvousPhase.PROBING, now_ns + PROBE_NS
         peers = [peer.endpoint for peer in self.peers.values()]
         return [
             ProbeTargets(
@@ -314,10 +308,7 @@ class HostRendezvousState:
         if self._problems:
             self._fail()
             return []
-        self.phase, self.deadline_ns = (
-            HostRendezvousPhase.PREPARING,
-            now_ns + self._limits.prepare_ns,
-        )
+        self.phase, self.deadline_ns = HostRendezvousPhase.PREPARING, now_ns + PREPARE_NS
         return [PrepareHost(node, self.reach.addresses[node]) for node in self._nodes]
 
     def _without_peers(self, attempts: Sequence[Attempt]) -> dict[int, str]:

@@ -25,7 +25,7 @@ from braid.runtime.diagnose.hang_view import RankView
 from braid.runtime.diagnose.tracebacks import ParsedError
 from braid.runtime.diagnose.verdict import RankEnd, clause
 
-__all__ = ["OfRank", "RemoteRank"]
+__all__ = ["RemoteRank"]
 
 CANNOT_START = 127  # the shell's exit code for a program that cannot be started
 OfRank: TypeAlias = RankStarted | NotStarted | Output | FinalRecord | ProcessChanged

@@ -26,7 +26,7 @@ from braid.launch.engines.client_words import ClientWords, FromClient, run_clien
 from braid.launch.engines.invitation import Invitation
 from braid.launch.engines.starting import AGENT, Command, run_commands
 
-__all__ = ["command_for", "find_mpirun", "main", "shares"]
+__all__ = ["command_for", "main", "shares"]
 
 PROGRAMS = ("mpirun", "mpiexec")
 OPEN_MPI, MPICH = "Open MPI", "MPICH"

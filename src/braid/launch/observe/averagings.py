@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from braid.launch.observe.intervals import EventInterval
 
-__all__ = ["AveragingOf", "averagings_of", "derived_steps"]
+__all__ = ["averagings_of", "derived_steps"]
 
 LOGGED = "log"  # event that `braid.log` records with the number of the step
 

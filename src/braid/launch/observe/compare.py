@@ -27,7 +27,7 @@ from braid.launch.observe.publish import write_page
 from braid.launch.observe.report import Story, build_story, page_template, this_machine
 from braid.launch.observe.run_directory import Run, read_run
 
-__all__ = ["RunComparison", "compare_runs", "print_comparison", "publish_comparison"]
+__all__ = ["compare_runs", "print_comparison", "publish_comparison"]
 
 ROLES = ("compute", "wait", "transfer", "neutral")
 MAX_RUNS = len(ROLES)

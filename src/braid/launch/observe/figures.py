@@ -18,10 +18,8 @@ from braid.launch.observe.timeline import RankTimeline
 from braid.runtime.text import bytes_text, count_text, duration_text
 
 __all__ = [
-    "AxisTick",
     "Box",
     "Chart",
-    "ChartLine",
     "Lane",
     "Picture",
     "boxes_of",

@@ -12,14 +12,7 @@ from typing import NamedTuple
 from braid.launch.observe.intervals import EventInterval
 from braid.launch.observe.timeline import RankTimeline
 
-__all__ = [
-    "BucketWait",
-    "OperationSummary",
-    "bucket_waits",
-    "operations",
-    "percentile",
-    "waits_by_collective",
-]
+__all__ = ["OperationSummary", "bucket_waits", "operations", "percentile"]
 
 
 class OperationSummary(NamedTuple):

@@ -27,7 +27,7 @@ from braid.programs.schedule import Action, Costs, simulate
 from braid.programs.schedule.simulate import Route, Timeline
 from braid.runtime.text import duration_text
 
-__all__ = ["PipelineView", "StageRow", "TimeDivision", "pipeline_views"]
+__all__ = ["PipelineView", "pipeline_views"]
 
 ROLES = {"F": "forward", "B": "backward", "I": "backward", "W": "weights", "R": "recompute"}
 MAX_VIEWS = 4  # number of replicas that are shown

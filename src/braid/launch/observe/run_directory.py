@@ -26,7 +26,7 @@ from braid.runtime.diagnose.run_record import RunRecord
 from braid.runtime.events import HEADER_BYTES, EventRing
 from braid.runtime.metrics import FOLDER, MetricRows, average_rows, read_metrics
 
-__all__ = ["LogTail", "Run", "read_record", "read_run"]
+__all__ = ["Run", "read_record", "read_run"]
 
 TAIL_LINES = 20
 TAIL_BYTES = 16 << 10

@@ -31,7 +31,7 @@ from braid.launch.supervise.slots import SlotSource
 from braid.runtime.clock import Clock
 from braid.runtime.rendezvous import DISMISSED, NewEpoch, PauseTraining, Ready, Resumable, Stop
 
-__all__ = ["ElasticRun", "MemberDriver"]
+__all__ = ["MemberDriver"]
 
 JOIN_NOTICE_NS = 60_000_000_000  # an import takes seconds, a connection far less
 ENDING = "a rank has failed, or the run was stopped"

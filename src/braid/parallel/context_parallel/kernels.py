@@ -33,15 +33,7 @@ from braid.runtime.torch_internals import (
     flash_attention_on_cpu,
 )
 
-__all__ = [
-    "FlashKernelCPU",
-    "FlashKernelCUDA",
-    "Kernel",
-    "KernelInputs",
-    "MatmulKernel",
-    "kernel_for",
-    "merge",
-]
+__all__ = ["FlashKernelCUDA", "Kernel", "KernelInputs", "MatmulKernel", "kernel_for", "merge"]
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 HALF = (torch.float16, torch.bfloat16)

@@ -20,14 +20,7 @@ from braid.parallel.data_parallel.finite import FiniteCheck
 from braid.parallel.gradients import FlatBuffer, ParamTable, allocator
 from braid.parallel.gradients.lost_requests import reclaim_lost_requests
 
-__all__ = [
-    "FlatParams",
-    "Params",
-    "make_equal",
-    "mean",
-    "parameters_in",
-    "refuse_others",
-]
+__all__ = ["FlatParams", "Params", "make_equal", "mean", "parameters_in"]
 
 Params = Iterable[nn.Parameter] | Iterable[Mapping[str, Any]]
 
@@ -129,29 +122,6 @@ def parameters_in(params: Params) -> list[nn.Parameter]:
         )
         raise ConfigError(msg)
     return list(dict.fromkeys(required))
-
-
-def refuse_others(flat: FlatParams, params: Iterable[torch.Tensor], what: str) -> None:
-    """Raise if `params` has parameters that were added or unfrozen after `flat` was made.
-
-    Args:
-        flat: Parameters that are averaged.
-        params: All current parameters.
-        what: Name of the object that averages, for the message.
-
-    Raises:
-        ConfigError: There are such parameters.
-    """
-    known = set(map(id, flat.params))
-    others = [
-        tuple(param.shape) for param in params if param.requires_grad and id(param) not in known
-    ]
-    if others:
-        msg = (
-            f"parameters of shapes {', '.join(map(str, others[:8]))} were unfrozen or added "
-            f"after {what} was made, and would not be averaged: make a new {what} on all ranks"
-        )
-        raise ConfigError(msg)
 
 
 def mean(flat: FlatParams, group: Group, check: FiniteCheck, step: int) -> None:

@@ -25,8 +25,8 @@ from braid.comm import Group
 from braid.errors import raise_all
 from braid.parallel.expert_parallel.dispatch import Dispatch
 from braid.parallel.expert_parallel.mixture import MixtureOfExperts, check_experts, mark_experts
-from braid.parallel.gradients.incomplete import note_parts, unmark_part
-from braid.parallel.gradients.state_parts import name_parts
+from braid.parallel.gradients.incomplete import unmark_part
+from braid.parallel.gradients.state_parts import note_parts
 
 __all__ = ["divide_experts", "expert_modules", "expert_params", "undivide_experts"]
 
@@ -70,7 +70,6 @@ def divide_experts(model: nn.Module, group: Group) -> list[str]:
     for name in names:
         _divide(model.get_submodule(name), group)
     note_parts(model)
-    name_parts(model)
     return names
 
 

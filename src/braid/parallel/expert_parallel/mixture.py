@@ -28,8 +28,8 @@ from braid.comm import Group
 from braid.errors import ConfigError, raise_all
 from braid.parallel.expert_parallel.dispatch import Dispatch
 from braid.parallel.expert_parallel.routing import load_balance_loss, route, router_z_loss
-from braid.parallel.gradients.incomplete import PartOfModel, mark_part, note_parts, unmark_part
-from braid.parallel.gradients.state_parts import name_parts
+from braid.parallel.gradients.incomplete import PartOfModel, mark_part, unmark_part
+from braid.parallel.gradients.state_parts import note_parts
 from braid.types import text_digest
 
 __all__ = ["MixtureOfExperts", "auxiliary_loss", "check_experts", "mark_experts"]
@@ -106,7 +106,6 @@ class MixtureOfExperts(nn.Module):
         )
         mark_experts(group, self.up, self.down)
         note_parts(self)
-        name_parts(self)
         self._whole_group: Group | None = None  # group before divide()
         self._counts = self._kept = torch.zeros(group.size, num_experts, dtype=torch.int64)
 

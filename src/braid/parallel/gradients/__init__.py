@@ -1,8 +1,7 @@
 """A table of parameters and buckets of gradients, for engines that split training over ranks."""
 
 from braid.parallel.gradients.bucket import Bucket, CheckedNumbers
-from braid.parallel.gradients.bucket_layout import BucketLayout, Caps
-from braid.parallel.gradients.buckets import Buckets
+from braid.parallel.gradients.bucket_layout import Caps
 from braid.parallel.gradients.flat import FlatBuffer, allocator
 from braid.parallel.gradients.grad_bucket import GradBucket, Hook
 from braid.parallel.gradients.grad_scaler import AgreedGradScaler
@@ -14,16 +13,13 @@ from braid.parallel.gradients.reducer_options import (
     ReducerListener,
     ReducerOptions,
 )
-from braid.parallel.gradients.reducer_policy import ReducerPolicy
-from braid.parallel.gradients.status import RankState, Status, StatusLayout
+from braid.parallel.gradients.status import RankState, Status
 from braid.parallel.gradients.table import ParamRecord, ParamTable
 
 __all__ = [
     "AgreedGradScaler",
     "AveragingOutcome",
     "Bucket",
-    "BucketLayout",
-    "Buckets",
     "Caps",
     "CheckedNumbers",
     "FlatBuffer",
@@ -36,9 +32,7 @@ __all__ = [
     "RankState",
     "ReducerListener",
     "ReducerOptions",
-    "ReducerPolicy",
     "Status",
-    "StatusLayout",
     "allocator",
     "fill_missing_gradients",
 ]

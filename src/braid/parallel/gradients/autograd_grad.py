@@ -7,16 +7,16 @@ never averaged. Nested backwards are detected too, for example in re-entrant che
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch.autograd.function import BackwardCFunction
 
 from braid.errors import ConfigError
 from braid.parallel.gradients.table import ParamRecord
-from braid.runtime.torch_internals import current_graph_task, queue_callback, will_execute
+from braid.runtime.torch_internals import current_graph_task, will_execute
 
-__all__ = ["at_end_of_backward", "is_in_backward", "is_nested", "is_returned", "refuse_grad"]
+__all__ = ["is_in_backward", "is_nested", "is_returned", "refuse_grad"]
 
 # autograd calls the backward of every autograd.Function of Python through this function
 _APPLY = BackwardCFunction.apply.__code__
@@ -25,11 +25,6 @@ _APPLY = BackwardCFunction.apply.__code__
 def is_in_backward() -> bool:
     """Return whether autograd is running in this thread."""
     return current_graph_task() != -1
-
-
-def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Register `call`, to be called in this thread when the running backward has ended."""
-    queue_callback(call)
 
 
 def is_nested() -> bool:

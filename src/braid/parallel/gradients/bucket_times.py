@@ -31,7 +31,7 @@ from braid.programs.schedule.bars import COLOURS, Bar, draw
 from braid.runtime.text import seconds_text
 from braid.types import first_few
 
-__all__ = ["BucketRow", "BucketTimes", "ReadyTimes"]
+__all__ = ["BucketTimes", "ReadyTimes"]
 
 WAITING = "#dddddd"
 

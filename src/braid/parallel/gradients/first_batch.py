@@ -24,7 +24,7 @@ from torch import nn
 
 from braid.comm import Group
 from braid.comm.autograd.nested import tensors_in
-from braid.parallel.gradients.hashing import checksum
+from braid.runtime.tensor_buffers import checksum
 from braid.runtime.torch_internals import sparse_values
 from braid.types import first_few
 

@@ -37,11 +37,11 @@ __all__ = [
     "is_part",
     "mark_part",
     "note_incomplete",
-    "note_parts",
     "params_of",
     "part_of",
     "parts_in",
     "parts_of",
+    "refusal_of_part",
     "unmark_part",
 ]
 
@@ -179,17 +179,13 @@ def part_of(param: torch.Tensor) -> str:
     return "" if calls is None else calls.part
 
 
-def note_parts(module: nn.Module) -> None:
-    """Refuse torch's functions that get gradients of a module's shards without the parameters."""
-    note_incomplete(module, parts_in, _refusal_of_part)
-
-
 def parts_in(module: nn.Module) -> list[nn.Parameter]:
     """Return the parameters of a module that are shards."""
     return [param for param in module.parameters() if is_part(param)]
 
 
-def _refusal_of_part(_module: nn.Module, params: Sequence[torch.Tensor], use: Use) -> str:
+def refusal_of_part(_module: nn.Module, params: Sequence[torch.Tensor], use: Use) -> str:
+    """Return why a function of torch cannot be used on a module's shards; else nothing."""
     calls: PartOfModel = next(param.__dict__[PART] for param in params if is_part(param))
     return calls.refusal(None, params, use)
 

@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 
 from torch.optim import Optimizer
 
-__all__ = ["OptimizerKind", "kind_of_optimizer", "refusal_of_optimizer"]
+__all__ = ["kind_of_optimizer", "refusal_of_optimizer"]
 
 OptimizerKind: TypeAlias = Literal["by elements", "whole", "together", "unknown"]
 

@@ -33,7 +33,6 @@ import torch
 from braid.comm import Group
 from braid.errors import ConfigError
 from braid.parallel.gradients.autograd_grad import (
-    at_end_of_backward,
     is_in_backward,
     is_nested,
     is_returned,
@@ -54,7 +53,7 @@ from braid.parallel.gradients.local_steps import LocalSteps
 from braid.parallel.gradients.reducer_options import ReducerListener, ReducerOptions
 from braid.parallel.gradients.reducer_policy import ReducerPolicy
 from braid.parallel.gradients.table import ParamTable
-from braid.runtime.torch_internals import disable_dynamo
+from braid.runtime.torch_internals import disable_dynamo, queue_callback
 
 __all__ = ["GradientReducer"]
 
@@ -364,7 +363,7 @@ class GradientReducer(GradientListener):
     def _backward_begins(self, phase: BackwardPhase | None = None) -> None:
         state = self._state
         state.begin(phase or self._policy.next_phase(state, synchronizes=self.synchronizes))
-        at_end_of_backward(self._backward_ended)
+        queue_callback(self._backward_ended)
 
     def _close_forward(self, forward: ForwardPass) -> None:
         """Record that a backward has reached a forward."""

@@ -21,17 +21,19 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from braid.errors import ConfigError
-from braid.parallel.gradients.incomplete import is_part, params_of, part_of, parts_in, parts_of
+from braid.parallel.gradients.incomplete import (
+    is_part,
+    note_incomplete,
+    params_of,
+    part_of,
+    parts_in,
+    parts_of,
+    refusal_of_part,
+)
 from braid.parallel.gradients.optimizer_kinds import kind_of_optimizer
 from braid.runtime.torch_internals import PART_ENTRY, around_optimizer_states, own_parameters
 
-__all__ = [
-    "check_when_loaded",
-    "has_own",
-    "name_in_state_dict",
-    "name_parts",
-    "warn_in_state_dict",
-]
+__all__ = ["check_when_loaded", "has_own", "name_in_state_dict", "note_parts", "warn_in_state_dict"]
 
 PART = "braid_part"  # entry of metadata
 SHARDS = (
@@ -42,8 +44,9 @@ _NAMED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules with shards
 _WARNING: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models with shards
 
 
-def name_parts(module: nn.Module) -> None:
-    """Name the parts of a module with shards in its state dicts, with a warning."""
+def note_parts(module: nn.Module) -> None:
+    """Refuse torch's functions on a module's shards, and name the shards in its state dicts."""
+    note_incomplete(module, parts_in, refusal_of_part)
     if module not in _WARNING:
         _WARNING.add(module)
         warn_in_state_dict(module, _warning_of_shards)

@@ -106,10 +106,6 @@ class ParamTable:
         """Records of the parameters that require a gradient now."""
         return tuple(record for record in self.records if record.param.requires_grad)
 
-    def digest_table(self) -> str:
-        """Return one line per parameter; models with equal tables can be trained together."""
-        return "\n".join(map(str, self.records))
-
     def compare(self, group: Group, arguments: Mapping[str, object] | None = None) -> None:
         """Check that every member has the same table and arguments; a collective.
 
@@ -124,7 +120,7 @@ class ParamTable:
         Cost: one all_gather of 8 bytes per member.
         """
         text = "\n".join([f"{name}={value!r}" for name, value in (arguments or {}).items()])
-        text += _BORDER + self.digest_table()
+        text += _BORDER + "\n".join(map(str, self.records))
         digests = group.all_gather(torch.tensor([text_digest(text)], device="cpu"))
         if bool((digests != digests[0]).any()):
             raise MismatchError(_difference(group.objects.all_gather(text), group.ranks))

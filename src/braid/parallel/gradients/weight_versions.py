@@ -96,7 +96,7 @@ class WeightVersions:
         """Return a version for one forward; `add_gradients` of the version ends this use."""
         return self._versions[version]
 
-    def step(self, step: Callable[[], None]) -> list[int]:
+    def step(self, step: Callable[[], object]) -> list[int]:
         """Create the next version of the weights by calling `step`.
 
         Args:

@@ -18,7 +18,6 @@ from braid.parallel.graph.captured import BatchDevice, ByMode, CapturedGraph, Gr
 
 __all__ = ["Situation", "check_rows", "resolved", "with_devices", "with_modes", "with_rows"]
 
-Walk = Callable[[Any, GraphNode], Any]
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
@@ -85,12 +84,12 @@ def _difference_of(one: CapturedGraph, other: CapturedGraph) -> str:
 def with_devices(graph: CapturedGraph, device: torch.device) -> CapturedGraph:
     """Replace the example's device by the batch's device throughout the graph."""
 
-    def walk(tree: Any, _node: GraphNode) -> Any:
+    def walk(tree: Any) -> Any:
         if isinstance(tree, torch.device):
             return BatchDevice() if tree == device else tree
-        return _mapped(tree, lambda part: walk(part, _node))
+        return _mapped(tree, walk)
 
-    return _with_trees(graph, [walk(node.tree, node) for node in _ends(graph)])
+    return _with_trees(graph, [walk(node.tree) for node in _ends(graph)])
 
 
 class Situation(NamedTuple):

@@ -149,14 +149,17 @@ class HybridParallel:
         in_parts = rows if self._sequence.size > 1 else []
         self._divided = [context_parallel(row, self._sequence, inputs={}) for row in in_parts]
         whole = model if isinstance(model, nn.Sequential) and layers is None else rows
+        has_replicas = averages and self._replicas.size > 1
+        # whether the pipeline adds gradients and losses over replicas
+        self._adds_in_pipeline = has_replicas and not shard and self._experts.size == 1
         self.pipeline = Pipeline(
             layers if isinstance(layers, CapturedGraph) else whole,
             num_microbatches=num_microbatches,
             group=self.groups["pp"],
-            replicas=self._replicas if self._adds_in_pipeline(shard) else None,
+            replicas=self._replicas if self._adds_in_pipeline else None,
             **options,
         )
-        if averages and self._replicas.size > 1 and not self._adds_in_pipeline(shard):
+        if has_replicas and not self._adds_in_pipeline:
             self.pipeline.average_over(self._replicas)
         self._sharded: ShardedStages | None = None
         if shard and self.pipeline.splits_backward:
@@ -270,7 +273,7 @@ class HybridParallel:
                 average_gradients(self.pipeline, self._experts, self._alike)
         if self._averages:
             self._settings.averaged([self._replicas, self._tensor])
-        is_averaged = self._adds_in_pipeline() or not self._averages
+        is_averaged = self._adds_in_pipeline or not self._averages
         return mean_loss if is_averaged else self._replicas.all_reduce(mean_loss, op="avg")
 
     def evaluate(
@@ -282,7 +285,7 @@ class HybridParallel:
             self._sharded.sharding.begin_step()
         parts = self._splitter.split(batch, target)
         mean_loss = self.pipeline.evaluate(*parts, loss=loss, loss_weight=loss_weight)
-        is_averaged = self._adds_in_pipeline()
+        is_averaged = self._adds_in_pipeline
         return mean_loss if is_averaged else self._replicas.all_reduce(mean_loss, op="avg")
 
     @torch.no_grad()
@@ -427,12 +430,6 @@ class HybridParallel:
                 "count"
             )
             raise ConfigError(msg)
-
-    def _adds_in_pipeline(self, shard: int | None = None) -> bool:
-        """Return whether the pipeline adds gradients and losses over replicas."""
-        sharded = self._sharded is not None if shard is None else bool(shard)
-        alone = self._replicas.size == 1 or not self._averages
-        return not alone and not sharded and self._experts.size == 1
 
     def _counts(self, param: torch.Tensor, *, is_copied: bool) -> bool:
         """Return whether this rank counts a gradient in a norm, among ranks with the same gradient.

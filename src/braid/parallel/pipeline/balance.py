@@ -28,12 +28,12 @@ import torch
 from rich.cells import cell_len, set_cell_size
 from torch import nn
 
-from braid.comm.autograd.layer_costs import bytes_of, seconds_of
+from braid.comm.autograd.layer_costs import seconds_of
 from braid.comm.autograd.nested import tensors_in
 from braid.errors import ConfigError
 from braid.parallel.pipeline.block_partition import block_partition
 from braid.parallel.pipeline.cutting import layers_of
-from braid.parallel.pipeline.layer_runs import Run, Skips, as_they_were, run_all
+from braid.parallel.pipeline.layer_runs import Run, Skips, as_they_were, bytes_of_layer, run_all
 from braid.parallel.pipeline.microbatches import num_rows, scatter, sizes_of
 from braid.runtime.clock import Clock, MonotonicClock
 from braid.runtime.text import seconds_text
@@ -209,15 +209,8 @@ def _timed(seconds: list[float], clock: Clock) -> Run:
 
 def _sized(costs: list[float], param_scale: float) -> Run:
     def run(layer: nn.Module, x: Any, skips: Skips) -> Any:
-        before = dict(skips)
-
-        def call() -> tuple[Any, list[torch.Tensor | None]]:
-            return layer(x), [skips[key] for key in skips if key not in before]
-
-        params = list(layer.parameters())
-        outside = [*tensors_in([x, *before.values()]), *params, *layer.buffers()]
-        (output, _), saved_bytes, _ = bytes_of(call, outside)
-        costs.append(saved_bytes + param_scale * sum(p.nbytes for p in params))
+        output, saved_bytes, _ = bytes_of_layer(layer, x, skips)
+        costs.append(saved_bytes + param_scale * sum(p.nbytes for p in layer.parameters()))
         return output
 
     return run

@@ -59,7 +59,7 @@ class DeferredBatchNorm(BatchNorm):
 
     def _check_input_dim(self, x: torch.Tensor) -> None:
         if x.dim() < 2 or x.shape[1] != self.num_features:
-            msg = f"expected {self.num_features} channels in dim 1, got shape {list(x.shape)}"
+            msg = f"dim 1 of shape {list(x.shape)} must have {self.num_features} channels"
             raise ValueError(msg)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ from braid.programs.schedule.pipeline import PIPELINE
 from braid.programs.schedule.pipeline.vocabulary import TRAIN, WORK, work_ranks
 from braid.runtime.seeding import Draws
 
-__all__ = ["Executor", "LossOf"]
+__all__ = ["Executor"]
 
 # weighted loss of the output for a micro-batch
 LossOf = Callable[[Any, int], torch.Tensor]

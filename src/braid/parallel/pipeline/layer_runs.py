@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from braid.comm.autograd.layer_costs import bytes_of
 from braid.comm.autograd.nested import map_tensors, tensors_in
 from braid.comm.autograd.rng_and_autocast import RngAndAutocast, generators_of
 from braid.errors import ConfigError
 from braid.parallel.pipeline.skip import SkipKey, use_skips
 from braid.runtime.torch_internals import own_buffers
 
-__all__ = ["Run", "Skips", "as_input", "as_they_were", "run_all"]
+__all__ = ["Run", "Skips", "as_input", "as_they_were", "bytes_of_layer", "run_all"]
 
 Skips = dict[SkipKey, "torch.Tensor | None"]
 Run = Callable[[nn.Module, Any, Skips], Any]
@@ -58,6 +59,21 @@ def run_all(
             for key in set(skips) - before:
                 stashed = skips[key]
                 skips[key] = None if stashed is None else as_input(stashed)
+
+
+def bytes_of_layer(layer: nn.Module, x: Any, skips: Skips) -> tuple[Any, int, int]:
+    """Run a layer; return its output, the bytes kept for backward, and the bytes of its results.
+
+    Results are the output and the tensors that the layer stashes.
+    """
+    before = dict(skips)
+
+    def call() -> tuple[Any, list[torch.Tensor | None]]:
+        return layer(x), [skips[key] for key in skips if key not in before]
+
+    outside = [*tensors_in([x, *before.values()]), *layer.parameters(), *layer.buffers()]
+    (output, _), saved_bytes, output_bytes = bytes_of(call, outside)
+    return output, saved_bytes, output_bytes
 
 
 def as_input(x: torch.Tensor, device: torch.device | str | None = None) -> torch.Tensor:

@@ -432,8 +432,11 @@ class Pipeline(nn.Module):
         key = trains, num_microbatches
         executor = self._programs.get(key)
         if executor is None:
-            make = self._make if trains else self._make_forward
-            program = make(self.group.size, num_microbatches)
+            if trains:
+                program = self._make(self.group.size, num_microbatches)
+            else:
+                homes = [self._homes[stage] for stage in range(len(self._homes))]
+                program = forward_only(self.group.size, num_microbatches, homes)
             if self._is_own and (violations := validate(program, RULES)):
                 msg = (
                     "the schedule is not valid, check it with `braid schedule check`: "
@@ -455,10 +458,6 @@ class Pipeline(nn.Module):
             )
             self._programs[key] = executor
         return executor
-
-    def _make_forward(self, num_ranks: int, num_microbatches: int) -> Program:
-        placement = [self._homes[stage] for stage in range(len(self._homes))]
-        return forward_only(num_ranks, num_microbatches, placement)
 
     def _sum_of(self, losses: dict[int, Any]) -> torch.Tensor:
         """Return the sum of the weighted losses on all ranks, in the order of micro-batches."""

@@ -27,16 +27,7 @@ from braid.errors import ConfigError
 from braid.parallel.sharding.layouts import SHARD
 from braid.programs.layout import Layout, Mesh
 
-__all__ = [
-    "ALIGN",
-    "FlatBox",
-    "FlatPartition",
-    "ParamPiece",
-    "assign_owners",
-    "boxes_of",
-    "by_elements",
-    "by_owners",
-]
+__all__ = ["ALIGN", "FlatPartition", "assign_owners", "boxes_of", "by_elements", "by_owners"]
 
 ALIGN = 32  # elements: 64 bytes of 16-bit numbers, and two vectors of any instruction set
 

@@ -21,12 +21,13 @@ import torch
 from braid.comm import Group
 from braid.errors import CommError, ConfigError
 from braid.parallel.gradients import GradientHooks, ParamRecord
-from braid.parallel.gradients.autograd_grad import at_end_of_backward, is_returned
+from braid.parallel.gradients.autograd_grad import is_returned
 from braid.parallel.gradients.first_batch import FirstBatch
 from braid.parallel.gradients.gradient_hooks import GradientListener
 from braid.parallel.gradients.step_settings import StepSettings
 from braid.parallel.sharding.flat_gradients import STAGE_OF_PARAMETERS, FlatGradients
 from braid.parallel.sharding.flat_shard import FlatShard
+from braid.runtime.torch_internals import queue_callback
 
 __all__ = ["ShardReducer"]
 
@@ -108,7 +109,7 @@ class ShardReducer(GradientListener):
             gradients.is_launched = False
             needed = [leaf for leaf in gradients.flat.leaves if leaf.requires_grad]
             self._missing[id(gradients)] = len(needed)
-        at_end_of_backward(self._backward_ended)
+        queue_callback(self._backward_ended)
 
     def note_step(self) -> None:
         """Warn if the optimizer has stepped with gradients that it has already used once."""

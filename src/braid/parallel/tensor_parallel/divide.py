@@ -35,8 +35,7 @@ from braid.errors import ConfigError, raise_all
 from braid.parallel.gradients import ParamTable
 from braid.parallel.gradients.exact_norm import clip_counted_
 from braid.parallel.gradients.hashing import compare_values
-from braid.parallel.gradients.incomplete import note_parts
-from braid.parallel.gradients.state_parts import name_parts
+from braid.parallel.gradients.state_parts import note_parts
 from braid.parallel.tensor_parallel.by_modules import divide_by_modules
 from braid.parallel.tensor_parallel.compared_calls import compare_calls
 from braid.parallel.tensor_parallel.insertion import (
@@ -100,7 +99,6 @@ def parallelize(
     division = _divide(model, group, plan, inputs, options)
     if group.size > 1:
         note_parts(model)
-        name_parts(model)
         compare_calls(model, group, gathers=gather_outputs)
     return division
 

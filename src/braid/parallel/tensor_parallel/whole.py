@@ -14,14 +14,7 @@ from braid.errors import ConfigError
 from braid.parallel.gradients.incomplete import unmark_part
 from braid.parallel.tensor_parallel.slices import Slicing
 
-__all__ = [
-    "ModuleChange",
-    "changes_of",
-    "divide_states",
-    "note_change",
-    "slicing_of",
-    "undivide",
-]
+__all__ = ["changes_of", "divide_states", "note_change", "slicing_of", "undivide"]
 
 CHANGES = "braid_changes"  # attribute of a sharded model
 

@@ -19,11 +19,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
-from braid.comm.autograd.layer_costs import bytes_of
-from braid.comm.autograd.nested import map_tensors, tensors_in
+from braid.comm.autograd.nested import map_tensors
 from braid.errors import ConfigError
 from braid.parallel.expert_parallel import expert_modules, expert_params
-from braid.parallel.pipeline.layer_runs import Skips, run_all
+from braid.parallel.pipeline.layer_runs import Skips, bytes_of_layer, run_all
 from braid.plan.described.experts import ExpertOperation, even_experts
 from braid.plan.lone_rank import LoneRank
 from braid.plan.profiling.profile import PerRows
@@ -142,7 +141,6 @@ def _counting(
     counts: list[_Counted], ranks: LoneRank | None
 ) -> Callable[[nn.Module, Any, Skips], Any]:
     def run(layer: nn.Module, x: Any, skips: Skips) -> Any:
-        before = dict(skips)
         operations: list[tuple[str, float, float, bool]] = []
         kernels, routed = _Kernels(operations), [0]
         if ranks is not None:
@@ -152,13 +150,9 @@ def _counting(
             routed[0] += nbytes
             operations.extend(("experts", flops, moved, True) for flops, moved in products)
 
-        def call() -> tuple[Any, list[torch.Tensor | None]]:
-            with even_experts(layer, on_experts), kernels, _Operations(operations, layer):
-                return layer(x), [skips[key] for key in skips if key not in before]
-
-        outside = [*tensors_in([x, *before.values()]), *layer.parameters(), *layer.buffers()]
-        with torch.enable_grad():
-            (output, _), saved_bytes, output_bytes = bytes_of(call, outside)
+        counting = _Operations(operations, layer)
+        with torch.enable_grad(), even_experts(layer, on_experts), kernels, counting:
+            output, saved_bytes, output_bytes = bytes_of_layer(layer, x, skips)
         reduced = [] if ranks is None else list(ranks.reduced)
         counts.append(
             _Counted(operations, saved_bytes, output_bytes, reduced, kernels.kv_bytes, routed[0])

@@ -51,11 +51,6 @@ class PipeDreamPlan(
         """Number of ranks of all stages."""
         return sum(self.replicas)
 
-    @property
-    def balance_text(self) -> str:
-        """Number of layers of each stage, as text for `braid train --balance`."""
-        return ",".join(map(str, self.balance))
-
     def write(self, path: str | Path) -> None:
         """Write the plan as JSON, which may be changed and read again."""
         Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1))

@@ -32,7 +32,7 @@ from braid.errors import ConfigError
 from braid.plan.pipedream.antichains import States
 from braid.plan.pipedream.memory import MemoryLimit
 
-__all__ = ["MachineLevel", "Partition", "Recurrence", "StagePlan", "partition"]
+__all__ = ["MachineLevel", "Partition", "StagePlan", "partition"]
 
 Recurrence = Literal["paper", "released"]
 Floats = NDArray[np.float64]

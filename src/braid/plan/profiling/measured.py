@@ -26,11 +26,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from braid.comm import Group
-from braid.comm.autograd.layer_costs import PeakBytes, bytes_of, seconds_of
+from braid.comm.autograd.layer_costs import PeakBytes, seconds_of
 from braid.comm.autograd.nested import flatten, tensors_in
 from braid.errors import ConfigError
 from braid.parallel.expert_parallel import expert_modules
-from braid.parallel.pipeline.layer_runs import Skips, as_they_were, run_all
+from braid.parallel.pipeline.layer_runs import Skips, as_they_were, bytes_of_layer, run_all
 from braid.parallel.pipeline.microbatches import num_rows
 from braid.parallel.pipeline.split_backward import SplitBackward
 from braid.plan.lone_rank import LoneRank
@@ -204,16 +204,10 @@ def _sized(
     sizes: list[_Sizes], kinds: list[object], ranks: LoneRank | None
 ) -> Callable[[nn.Module, Any, Skips], Any]:
     def run(layer: nn.Module, x: Any, skips: Skips) -> Any:
-        before = dict(skips)
         if ranks is not None:
             ranks.reduced.clear()
-
-        def call() -> tuple[Any, list[torch.Tensor | None]]:
-            return layer(x), [skips[key] for key in skips if key not in before]
-
-        outside = [*tensors_in([x, *before.values()]), *layer.parameters(), *layer.buffers()]
         with FlopCounterMode(display=False) as counter, _KeyBytes() as keys:
-            (output, _), saved_bytes, output_bytes = bytes_of(call, outside)
+            output, saved_bytes, output_bytes = bytes_of_layer(layer, x, skips)
         reduced = [] if ranks is None else list(ranks.reduced)
         workspace_bytes = 0 if skips else max(0, _peak_bytes(layer, x) - saved_bytes)
         flops = counter.get_total_flops()

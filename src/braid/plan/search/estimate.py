@@ -32,14 +32,7 @@ from braid.plan.costs import Axis, Machines, MicrobatchCost, ModelCosts, Trainin
 from braid.plan.search.split import GATHERED, SPLIT_BACKWARD, Split, held, homes
 from braid.programs.topology import DTYPES
 
-__all__ = [
-    "Estimator",
-    "LayerSends",
-    "MemoryEstimate",
-    "SplitEstimate",
-    "StageCost",
-    "StepTimeEstimate",
-]
+__all__ = ["Estimator", "MemoryEstimate", "SplitEstimate", "StepTimeEstimate"]
 
 
 class StepTimeEstimate(NamedTuple):

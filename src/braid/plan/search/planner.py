@@ -20,7 +20,7 @@ from braid.plan.search.rescoring import rescore
 from braid.plan.search.split import splits
 from braid.programs.schedule.pipeline import TRAINING
 
-__all__ = ["NUM_SIMULATED", "Ranking", "find_splits"]
+__all__ = ["Ranking", "find_splits"]
 
 NUM_SIMULATED = 20
 

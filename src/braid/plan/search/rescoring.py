@@ -15,7 +15,7 @@ from braid.programs.schedule.files import schedule_named
 from braid.programs.schedule.pipeline import asynchronous, with_recompute
 from braid.programs.topology import flat
 
-__all__ = ["MOST_ACTIONS", "action_s", "program_of", "rescore", "timeline_of"]
+__all__ = ["action_s", "program_of", "rescore", "timeline_of"]
 
 MOST_ACTIONS = 6000  # larger programs keep their closed form
 NUM_STEPS = 8  # of an asynchronous pipeline; more than stages that are simulated

@@ -13,7 +13,7 @@ from braid.plan.costs import Axis, Machines, MicrobatchCost, ModelCosts, Origin
 from braid.plan.search.estimate import Estimator, SplitEstimate, StepTimeEstimate
 from braid.plan.search.planner import Ranking
 
-__all__ = ["PART_NAMES", "Flip", "flips", "reasons"]
+__all__ = ["PART_NAMES", "flips", "reasons"]
 
 LEAD = 0.02  # less is not worth another split
 FACTORS = tuple(2.0 ** (k / 4) for k in range(1, 25))  # up to 64

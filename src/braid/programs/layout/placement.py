@@ -44,7 +44,7 @@ from braid.programs.layout.mesh import Mesh
 from braid.programs.layout.traffic import Traffic, traffic_of
 from braid.programs.topology import Cluster
 
-__all__ = ["Arrangement", "MeshPlacement", "PlacedAxis", "place"]
+__all__ = ["PlacedAxis", "place"]
 
 MOST_AXES = 7  # of several ranks, which have 5,040 orders
 SAME = 1e-9  # relative difference of sums of floats in another order

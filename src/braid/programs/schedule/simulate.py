@@ -30,7 +30,7 @@ from braid.errors import ConfigError
 from braid.programs.schedule.matching import Message, match, messages
 from braid.programs.schedule.program import SEND, Action, Program, batches
 
-__all__ = ["Costs", "Interval", "NetworkModel", "Route", "Timeline", "simulate"]
+__all__ = ["Costs", "Interval", "Route", "Timeline", "simulate"]
 
 BOTH = 2  # ends of a message
 OPEN = 1e3  # factor on the rate of a link while its bucket has tokens

@@ -115,7 +115,11 @@ def deadlock(blocked: Sequence[Blocked]) -> Cause:
     Args:
         blocked: Waiting ranks, each of which waits for another rank.
     """
-    ended = [b for b in blocked if _is_behind(b.view, blocked)]
+    ended = [
+        b
+        for b in blocked
+        if any(other.view.in_step and _has_ended_before(b.view, other.view) for other in blocked)
+    ]
     if ended:
         ahead = next(b for b in blocked if b.view.in_step)
         text = f"{_steps_apart(ended[0].view, ahead.view)}, and waits in another operation"
@@ -286,10 +290,6 @@ _TABLE: tuple[tuple[str, Callable[[HangCase], str]], ...] = (
     ("unseen", lambda c: "" if c.thread.frames else "is missing, and gives no stack"),
     ("elsewhere", _elsewhere),
 )
-
-
-def _is_behind(view: RankView, blocked: Sequence[Blocked]) -> bool:
-    return any(b.view.in_step and _has_ended_before(view, b.view) for b in blocked)
 
 
 def _has_ended_before(view: RankView, ahead: RankView) -> bool:

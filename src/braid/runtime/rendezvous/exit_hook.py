@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-__all__ = ["ExitHook", "exit_status"]
+__all__ = ["ExitHook"]
 
 BUILTINS = ("exit", "quit")  # of the module `site`; missing with `python -S`
 

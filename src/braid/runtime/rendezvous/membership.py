@@ -362,14 +362,11 @@ def _described(exc: BaseException, trace: TracebackType | None) -> dict[str, str
     }
 
 
-def join_job(
-    environment: JobEnvironment, *, clock: Clock | None = None, timeout_s: float = 600.0
-) -> Membership:
+def join_job(environment: JobEnvironment, *, timeout_s: float = 600.0) -> Membership:
     """Become a rank of the job that `environment` describes.
 
     Args:
         environment: Settings from the launcher.
-        clock: Time source of the rank; the monotonic clock of the host when None.
         timeout_s: Seconds to wait for all ranks.
 
     Raises:
@@ -377,7 +374,7 @@ def join_job(
             has the same rank.
         ConfigError: Only some ranks are portable, or ranks of several hosts have no common secret.
     """
-    clock = clock or MonotonicClock()
+    clock = MonotonicClock()
     timeout_s = DEBUGGING_S if environment.debugged else timeout_s
     parts = _parts(environment, timeout_s)
     rank, epoch = environment.rank, NO_EPOCH

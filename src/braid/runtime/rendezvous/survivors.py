@@ -89,7 +89,7 @@ class Survivor(NamedTuple):
         )
         is_symptom = end.ending is Ending.SYMPTOM
         known, prints = {self.rank: end}, False
-        exchanged = _within(EXCHANGE_LIMIT_S, lambda: self._exchange(end, is_symptom=is_symptom))
+        exchanged = _in_time(lambda: self._exchange(end, is_symptom=is_symptom))
         if exchanged is not None:
             prints, others = exchanged
             known |= others
@@ -113,7 +113,7 @@ class Survivor(NamedTuple):
         Waits for `WAIT_S` at most.
         """
         if self.rank == 0:
-            _within(EXCHANGE_LIMIT_S, self._until_printed)
+            _in_time(self._until_printed)
 
     def _until_printed(self) -> None:
         deadline_ns = self.clock.after_ns(WAIT_S)
@@ -159,7 +159,7 @@ class Survivor(NamedTuple):
         )
 
 
-def _within(limit_s: float, do: Callable[[], T]) -> T | None:
+def _in_time(do: Callable[[], T]) -> T | None:
     """Return the result of a function that uses the store, or None if it fails or takes too long.
 
     A call of torch's store may never return if its server is stopped, so a thread makes the call.
@@ -173,7 +173,7 @@ def _within(limit_s: float, do: Callable[[], T]) -> T | None:
     thread = threading.Thread(target=run, name="braid-survivor", daemon=True)
     try:
         thread.start()
-        thread.join(limit_s)
+        thread.join(EXCHANGE_LIMIT_S)
     except RuntimeError:  # Python 3.12 and newer cannot start threads during shutdown
         run()
     return results[0] if results else None

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from braid.errors import ConfigError, raise_all
 
-__all__ = ["TFConfig", "read_tf_config"]
+__all__ = ["read_tf_config"]
 
 VARIABLE = "TF_CONFIG"
 HOST = re.compile(r"[\w.-]+|\[[\da-fA-F:]+\]", re.ASCII)

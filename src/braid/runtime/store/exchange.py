@@ -8,7 +8,7 @@ from braid.errors import CommTimeout
 from braid.runtime.clock import Clock, MonotonicClock
 from braid.runtime.store.interface import Store
 
-__all__ = ["RanksMissingError", "exchange", "exchange_numbers", "wait_for_ranks"]
+__all__ = ["RanksMissingError", "exchange", "exchange_numbers"]
 
 LOOK_S = 0.25  # pause between two calls of `check` while ranks are missing
 

@@ -38,7 +38,7 @@ from braid.runtime.store.store_state import (
 )
 from braid.runtime.wire import DEFAULT_TIMEOUT_S
 
-__all__ = ["PrefixStore", "Store", "missing_keys_error"]
+__all__ = ["PrefixStore", "Store"]
 
 _SHOWN_KEYS = 8
 

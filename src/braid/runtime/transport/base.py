@@ -24,7 +24,7 @@ from braid.runtime.transport.health import Health
 from braid.runtime.transport.memory import LEFT, SLEEPERS, STATE, PeerMemory, Root
 from braid.runtime.transport.wait import Doorbells, Waiter
 
-__all__ = ["ROOT_LINE", "Audience", "MemoryTransport"]
+__all__ = ["Audience", "MemoryTransport"]
 
 Audience: TypeAlias = Any  # each transport has its own type
 ROOT_LINE = 0  # address of the first line of the root; extents begin with 1

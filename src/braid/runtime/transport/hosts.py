@@ -46,7 +46,7 @@ from braid.runtime.transport.memory import (
 from braid.runtime.transport.mirror import ROOT_EXTENT, MirroredMemory, Writes
 from braid.runtime.transport.wait import Doorbells
 
-__all__ = ["HostsMemory", "HostsTransport", "LocalPeers"]
+__all__ = ["HostsTransport", "LocalPeers"]
 
 
 class LocalPeers(NamedTuple):

@@ -29,7 +29,7 @@ from braid.runtime.transport.shm import SHARED_MEMORY, Shared, share
 from braid.runtime.transport.wait import Doorbells
 from braid.runtime.wire import Secret
 
-__all__ = ["PORTABLE", "connect"]
+__all__ = ["connect"]
 
 LOG = logging.getLogger(__name__)
 

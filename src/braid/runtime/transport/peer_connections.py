@@ -30,7 +30,7 @@ from braid.runtime.transport.reachability import own_address_towards, probe
 from braid.runtime.wire import Address, Connection, Identity, Listener, Secret, local_address
 from braid.runtime.wire import connect as dial
 
-__all__ = ["Network", "PeerConnection", "call_all"]
+__all__ = ["Network", "call_all"]
 
 ROLE = "memory"
 ANSWER_S = 30.0  # time-out for a connection to a rank that has published its address
@@ -117,12 +117,10 @@ def call_all(
                 )
             )
         except BraidError as exc:
-            _gather_addresses(
-                meeting, "shm/address", f"!{exc}", "can listen"
-            )  # raises, on all ranks
+            _gather_addresses(meeting, f"!{exc}")  # raises, on all ranks
             raise
         text = f"{os.getpid()}@{socket.gethostname()}@{listener.address}"
-        words = _gather_addresses(meeting, "shm/address", text, "can listen")
+        words = _gather_addresses(meeting, text)
         if me == 0:  # all ranks have read the secret
             meeting.store.delete_key("shm/secret/0")
         ends = [_Endpoint.parse(word) for word in words]
@@ -154,17 +152,17 @@ def call_all(
     return {r: PeerConnection(ends[r].pid, ends[r].host, over_network, calls[r]) for r in remote}
 
 
-def _gather_addresses(meeting: Meeting, topic: str, text: str, claim: str) -> list[str]:
+def _gather_addresses(meeting: Meeting, text: str) -> list[str]:
     """Publish a text to all ranks and return their texts.
 
     A text that begins with `!` is the error of its rank; then all ranks raise an error.
     """
-    texts = meeting.gather(topic, text)
+    texts = meeting.gather("shm/address", text)
     wrong = [f"  rank {r}: {word[1:]}" for r, word in enumerate(texts) if word.startswith("!")]
     if wrong:
         meeting.part()
         table = "\n".join(wrong)
-        msg = f"not every rank {claim} for ranks of other hosts:\n{table}"
+        msg = f"not every rank can listen for ranks of other hosts:\n{table}"
         raise ConfigError(msg)
     return texts
 

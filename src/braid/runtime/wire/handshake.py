@@ -49,7 +49,6 @@ from braid.runtime.wire.secret import Secret
 __all__ = [
     "FRAME_BYTES",
     "NONCE_BYTES",
-    "PROTOCOL_VERSION",
     "Established",
     "Handshake",
     "Identity",

@@ -38,13 +38,7 @@ from braid.runtime.wire.handshake import (
 )
 from braid.runtime.wire.secret import Secret, one_user_problem, same_user_problem
 
-__all__ = [
-    "HANDSHAKE_LIMIT_S",
-    "MAX_ACCEPTS",
-    "MAX_HALF_OPEN",
-    "MAX_SILENT",
-    "Listener",
-]
+__all__ = ["MAX_ACCEPTS", "MAX_HALF_OPEN", "MAX_SILENT", "Listener"]
 
 HANDSHAKE_LIMIT_S = 5.0
 MAX_HALF_OPEN = 64

@@ -60,7 +60,9 @@ def join_cluster(
     counts = len(jobs["ps"]), len(jobs["worker"])
     kind, index = resolver.task_type, resolver.task_id
     scheduler = None
-    if kind in {"chief", "master"} or (kind == "ps" and index == 0 and not _has_chief(jobs)):
+    if kind in {"chief", "master"} or (
+        kind == "ps" and index == 0 and jobs.keys().isdisjoint({"chief", "master"})
+    ):
         scheduler = join_running(
             "",
             place.secret,
@@ -128,10 +130,6 @@ class _ClusterPlace(NamedTuple):
     secret: Secret
     run_id: str
     is_local: bool
-
-
-def _has_chief(jobs: Mapping[str, Sequence[str]]) -> bool:
-    return any(job in jobs for job in ("chief", "master"))
 
 
 def _place_of(jobs: Mapping[str, Sequence[str]]) -> _ClusterPlace:

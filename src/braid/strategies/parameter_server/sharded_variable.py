@@ -14,7 +14,6 @@ Source: TensorFlow 2.21, `ShardedVariable`, `AggregatingVariable` and `CachingVa
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Literal
@@ -30,7 +29,7 @@ from braid.ps.storage.checks import Expected, check_tensors
 from braid.ps.storage.dense import sum_of
 from braid.ps.table import Table, TableSpec
 from braid.runtime.message import Delivery
-from braid.runtime.tensor_buffers import as_buffers, bytes_of, from_buffers
+from braid.runtime.tensor_buffers import as_buffers, checksum, from_buffers
 
 __all__ = ["ShardedVariable", "VariableStorage", "variable_spec"]
 
@@ -385,7 +384,7 @@ def variable_spec(
         consistency=Consistency(staleness=math.inf) if aggregation == "none" else combined,
         make_storage=make,
         form=f"variable {initial.dtype}{list(initial.shape)} {[*rows]}, {aggregation}",
-        first=zlib.crc32(bytes_of(flat.view(-1))) if has_first and flat.numel() else 0,
+        first=checksum(flat) if has_first else 0,
         lengths=tuple(count * dim for count in rows),
         place=place,
     )

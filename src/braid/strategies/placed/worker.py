@@ -48,7 +48,6 @@ from braid.types import text_digest
 
 __all__ = [
     "RESTORE",
-    "PartResult",
     "PlacedWorker",
     "TaskAddress",
     "TaskReport",

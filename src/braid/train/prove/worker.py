@@ -1,8 +1,7 @@
-"""The program of each rank of `braid prove`; the first rank prints the proof."""
+"""The program of each rank of `braid prove`; the first rank returns the proof."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -11,7 +10,7 @@ from braid.context import init, shutdown
 from braid.train.prove.proving import Proof, prove
 from braid.train.prove.task import load_task
 
-__all__ = ["ProofConfig", "ProofLine", "main"]
+__all__ = ["ProofConfig", "main"]
 
 
 class ProofConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,20 +25,9 @@ class ProofConfig(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
 
 
-class ProofLine(msgspec.Struct, frozen=True, kw_only=True):
-    """The line that the first rank prints.
-
-    Attributes:
-        proof: Result of the comparison.
-    """
-
-    proof: Proof
-
-
-def main(config: ProofConfig) -> Iterator[ProofLine]:
-    """Compare the two runs; the first rank yields the proof."""
+def main(config: ProofConfig) -> Proof | None:
+    """Compare the two runs; the first rank returns the proof."""
     group = init()
     proof = prove(group, load_task(Path(config.file)), config.steps)
-    if proof is not None:
-        yield ProofLine(proof=proof)
     shutdown()
+    return proof

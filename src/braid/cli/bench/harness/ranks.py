@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +33,7 @@ FIRST = "[rank 0] {"
 
 def run_here(
     num_ranks: int,
-    function: Callable[[P], Iterable[object] | None],
+    function: Callable[[P], object],
     plan: P,
     *,
     log_dir: Path,
@@ -91,7 +91,7 @@ def figures_of(
     """
     out.mkdir(parents=True, exist_ok=True)
     file = out / "figures.json"
-    run_here(num_ranks, function, plan, log_dir=out / run, results=file)  # type: ignore[arg-type]
+    run_here(num_ranks, function, plan, log_dir=out / run, results=file)
     figures = msgspec.json.decode(file.read_bytes(), type=kind)
     file.unlink()
     return figures
@@ -143,7 +143,7 @@ class Where:
 
 def figures_there(
     where: Where,
-    function: Callable[[P], Iterable[object] | None],
+    function: Callable[[P], object],
     plan: P,
     kind: type[T],
     *,

@@ -38,11 +38,6 @@ __all__ = [
 STEADY = 1.3  # ratio of times of equal work below this value: the machine is idle
 
 
-def load_per_core() -> float:
-    """Return the load per core over the last minute; above about 0.3 it distorts results."""
-    return psutil.getloadavg()[0] / (psutil.cpu_count() or 1)
-
-
 def machine() -> str:
     """Return the number of cores and the model of the processor."""
     model = platform.machine()
@@ -119,7 +114,7 @@ class Benchmark(Generic[Options, ReportT]):
         """
         out: Path = options.out  # type: ignore[attr-defined]  # each dataclass has `out`
         out.mkdir(parents=True, exist_ok=True)
-        load = load_per_core()
+        load = psutil.getloadavg()[0] / (psutil.cpu_count() or 1)  # above 0.3 it distorts results
         report = self.take(options, console or Console(stderr=True))
         report.load = load
         save(report, out / f"{self.name}.json")

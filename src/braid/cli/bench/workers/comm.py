@@ -21,7 +21,7 @@ from braid.cli.bench.workers.candidates import runs_of
 from braid.comm import Group
 from braid.context import init, shutdown
 
-__all__ = ["CommPlan", "ExplainedAlgorithms", "Row", "main"]
+__all__ = ["CommPlan", "Row", "main"]
 
 Run = Callable[[], object]
 

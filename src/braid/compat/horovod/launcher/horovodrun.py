@@ -22,7 +22,7 @@ from braid.launch.cluster.several_hosts import HostsSupervisor
 from braid.launch.engines.client import EngineSupervisor
 from braid.runtime.last_words import drop_unwritten, ending_well, print_error
 
-__all__ = ["TimedConsole", "is_own_python", "job_of", "launch", "main"]
+__all__ = ["is_own_python", "job_of", "launch", "main"]
 
 USAGE_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 130

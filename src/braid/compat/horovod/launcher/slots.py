@@ -32,7 +32,7 @@ from braid.launch.cluster.remote_shell import is_here
 from braid.launch.process.job import MAX_RANKS
 from braid.runtime.clock import Clock, MonotonicClock
 
-__all__ = ["HostSlots", "ScriptRun", "discovered"]
+__all__ = ["HostSlots", "discovered"]
 
 PERIOD_S = 1.0
 LOOK_S = 0.05  # between checks while a script runs

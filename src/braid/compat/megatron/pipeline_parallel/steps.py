@@ -12,7 +12,7 @@ from torch import nn
 from braid.compat.megatron.failure import UsageError
 from braid.compat.megatron.utils import get_attr_wrapped_model, timed
 
-__all__ = ["ForwardResult", "LossScaling", "backward_step", "forward_step"]
+__all__ = ["LossScaling", "backward_step", "forward_step"]
 
 Output = torch.Tensor | torch.autograd.graph.GradientEdge
 

@@ -18,7 +18,7 @@ from braid.comm import Group
 from braid.parallel.data_parallel.ddp.arguments import WrapperSettings
 from braid.parallel.gradients import GradientReducer, Hook, ParamTable
 
-__all__ = ["ReducerView", "TorchNames"]
+__all__ = ["TorchNames"]
 
 IGNORED = "_ddp_params_and_buffers_to_ignore"
 # names of torch's class without a meaning here -> the alternative

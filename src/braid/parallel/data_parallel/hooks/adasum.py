@@ -37,7 +37,7 @@ from braid.parallel.gradients import GradBucket
 from braid.parallel.gradients.flat import shaped
 from braid.parallel.gradients.grad_bucket import Steps
 
-__all__ = ["adasum", "adasum_hook", "combine_adasum"]
+__all__ = ["adasum", "adasum_hook"]
 
 TAG = 0x616461  # "ada"
 

@@ -19,7 +19,7 @@ from braid.comm import Group
 from braid.errors import ConfigError
 from braid.parallel.gradients import GradBucket
 
-__all__ = ["Agreed", "AgreedNames", "agree"]
+__all__ = ["AgreedNames", "agree"]
 
 
 class Agreed(NamedTuple):

@@ -13,7 +13,6 @@ The error of a format stays on the rank where it occurs, and is added to its nex
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -122,27 +121,19 @@ def _check_wires(group: Group, text: str, instead: str) -> None:
 
 
 def _options_of(text: str, whole: str) -> PowerSGDOptions:
-    kinds: dict[str, Callable[[str], Any]] = {
-        field.name: _flag if isinstance(field.default, bool) else type(field.default)
-        for field in dataclasses.fields(PowerSGDOptions)
-    }
+    fields = dataclasses.fields(PowerSGDOptions)
+    kinds: dict[str, Any] = {field.name: type(field.default) for field in fields}
     values: dict[str, Any] = {}
     for option in filter(None, text.split(",")):
         name, _, value = option.partition("=")
         try:
-            values[name] = kinds[name](value)
+            kind = kinds[name]
+            values[name] = WORDS[value.lower()] if kind is bool else kind(value)
         except (KeyError, ValueError) as exc:
-            known = ", ".join(
-                f"{field.name}={str(field.default).lower()}"
-                for field in dataclasses.fields(PowerSGDOptions)
-            )
+            known = ", ".join(f"{field.name}={str(field.default).lower()}" for field in fields)
             msg = f"hook={whole!r}: {option!r} is not an option of powersgd, which has {known}"
             raise ConfigError(msg) from exc
     return PowerSGDOptions(**values)
-
-
-def _flag(text: str) -> bool:
-    return WORDS[text.lower()]
 
 
 def _check_any_matrix(options: PowerSGDOptions, table: ParamTable, text: str) -> None:

@@ -29,12 +29,7 @@ import torch
 from braid.comm import StepsBy
 from braid.errors import ConfigError
 from braid.parallel.data_parallel.finite import FiniteCheck
-from braid.parallel.data_parallel.flat_params import (
-    FlatParams,
-    make_equal,
-    parameters_in,
-    refuse_others,
-)
+from braid.parallel.data_parallel.flat_params import FlatParams, make_equal, parameters_in
 from braid.parallel.data_parallel.step_counts import is_whole
 from braid.parallel.data_parallel.wrapped_optimizer import WrappedOptimizer
 from braid.parallel.gradients.process_groups import group_of
@@ -131,7 +126,7 @@ class DiLoCo(WrappedOptimizer):
                 the inner step has been taken.
         """
         for group in self.param_groups:
-            refuse_others(self._deltas, group["params"], "DiLoCo")
+            _refuse_others(self._deltas, group["params"])
         self._replaced = None
         self._just_averaged = False
         loss = self.optim.step(closure)
@@ -239,3 +234,17 @@ def _checksum(flats: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return one checksum of this rank's values for each of `flats`."""
     checksums = [zlib.crc32(bytes_of(flat)) for flat in flats]
     return torch.tensor(checksums, device="cpu")
+
+
+def _refuse_others(flat: FlatParams, params: Sequence[torch.Tensor]) -> None:
+    """Raise if `params` has parameters that were added or unfrozen after `flat` was made."""
+    known = set(map(id, flat.params))
+    others = [
+        tuple(param.shape) for param in params if param.requires_grad and id(param) not in known
+    ]
+    if others:
+        msg = (
+            f"parameters of shapes {', '.join(map(str, others[:8]))} were unfrozen or added "
+            "after DiLoCo was made, and would not be averaged: make a new DiLoCo on all ranks"
+        )
+        raise ConfigError(msg)

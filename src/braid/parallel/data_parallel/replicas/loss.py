@@ -29,14 +29,7 @@ from torch.nn import functional
 from braid.errors import ConfigError
 from braid.parallel.data_parallel.replicas.replicate import COMPILED_FROM
 
-__all__ = [
-    "ShareOfMean",
-    "check_criterion",
-    "is_mean_of_targets",
-    "mean_of",
-    "reduction_of",
-    "share_of_mean",
-]
+__all__ = ["check_criterion", "is_mean_of_targets", "mean_of", "reduction_of", "share_of_mean"]
 
 IGNORED = -100  # torch's default
 INLINED = "torch._dynamo.external_utils"  # around torch's own functions when they are compiled

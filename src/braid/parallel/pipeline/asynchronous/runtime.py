@@ -311,14 +311,11 @@ class AsynchronousPipeline(nn.Module):
         if before_step is not None:
             num_before = (action.version - 1) * replicas * self._every
             before_step(self.num_microbatches + num_before, self.optimizer)
-        ages = self._versions.step(self._step_in_place)
+        ages = self._versions.step(self.optimizer.step)
         self.optimizer.zero_grad()
         self.num_steps += 1
         self.other_layers.are_old = True
         self._record(ages)
-
-    def _step_in_place(self) -> None:
-        self.optimizer.step()
 
     def _record(self, ages: Sequence[int]) -> None:
         """Count the gradients of a step by age; `braid report` shows them, and live versions."""

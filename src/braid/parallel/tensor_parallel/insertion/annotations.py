@@ -29,7 +29,7 @@ from braid.parallel.tensor_parallel.insertion.labels import Labels
 from braid.parallel.tensor_parallel.insertion.rules import rule_of
 from braid.programs.layout import Mesh
 
-__all__ = ["Shard", "Strategy", "annotated", "check_expressions", "mesh_of", "strategies_in"]
+__all__ = ["Shard", "Strategy", "annotated", "check_expressions", "strategies_in"]
 
 Strategy = Sequence[Sequence[int]]
 """Number of parts of each dim of each input of an operator."""
@@ -171,15 +171,8 @@ def _operator(graph: fx.Graph, name: str, strategy: Strategy) -> tuple[fx.Node, 
             continue
         rule = rule_of(call)
         if rule is not None:
-            whole = [_NoLayout() for _ in xs]
-            return node, rule(call, whole)  # type: ignore[arg-type]
+            return node, rule(call)
     return None
-
-
-class _NoLayout:
-    """Placeholder for the layout of a whole value, for rules that read packed blocks."""
-
-    blocks: tuple[int, ...] = ()
 
 
 def _parts(name: str, strategy: Strategy, labels: Labels, size: int) -> dict[int, int]:

@@ -23,6 +23,7 @@ class OperatorCall:
         node: Node in the graph.
         name: Name of the operation without overload, such as `aten.add`.
         arguments: Each argument by its name in the schema, with defaults.
+        blocks: Number of packed blocks in each dim of the first tensor; empty without a layout.
     """
 
     def __init__(self, node: fx.Node) -> None:
@@ -30,6 +31,7 @@ class OperatorCall:
         self.name = name_of(node)
         schema = getattr(node.target, "_schema", None)
         self.arguments: dict[str, Any] = {}
+        self.blocks: tuple[int, ...] = ()
         for index, argument in enumerate(schema.arguments if schema is not None else ()):
             default = argument.default_value
             argument_value = node.args[index] if index < len(node.args) else default

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from braid.parallel.tensor_parallel.insertion.moves import StepCollective
 from braid.parallel.tensor_parallel.insertion.records import ExplanationRow
 
-__all__ = ["Division", "Totals", "table", "to_svg", "totals"]
+__all__ = ["Division", "table", "to_svg", "totals"]
 
 LINE = 20  # pixels of a row
 SPLIT, WHOLE, PARTIAL = "#bcd9f5", "#e8e8e8", "#f8d7a8"

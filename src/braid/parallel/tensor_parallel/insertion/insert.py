@@ -269,7 +269,8 @@ class Insertion:
         elif node in self.forced:
             rule = rule_of(call)
             assert rule is not None, "operations with an annotation have a rule"
-            self._apply(call, xs, rule(call, [self.layout(x) for x in xs]), self.forced[node])
+            call.blocks = self.layout(xs[0]).blocks
+            self._apply(call, xs, rule(call), self.forced[node])
         elif all(self._is_plain(x) for x in xs) or call.name in SHAPES_ONLY:
             self._set_whole(node, xs)
         elif call.name in SPECIAL and SPECIAL[call.name](self, call):
@@ -285,10 +286,12 @@ class Insertion:
     def _labels(self, call: OperatorCall, xs: Sequence[fx.Node]) -> Labels | None:
         """Return the labels of an operation; None if no rule supports these inputs."""
         rule = rule_of(call)
-        labels = rule(call, [self.layout(x) for x in xs]) if rule is not None else None
-        if labels is None or list(map(len, labels.inputs)) != [len(shape_of(x)) for x in xs]:
+        if rule is None:
             return None
-        return labels
+        call.blocks = self.layout(xs[0]).blocks
+        labels = rule(call)
+        fits = list(map(len, labels.inputs)) == [len(shape_of(x)) for x in xs]
+        return labels if fits else None
 
     def change(self, values: AbstractSet[fx.Node], node: fx.Node) -> None:
         """Record that `node` has changed values in place, so copies in other layouts are stale."""

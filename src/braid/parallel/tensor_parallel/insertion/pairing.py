@@ -27,7 +27,7 @@ from braid.parallel.tensor_parallel.insertion.records import Conflict, Insertion
 from braid.parallel.tensor_parallel.insertion.rules import is_depthwise
 from braid.programs.layout import Layout, Mesh
 
-__all__ = ["Pairing", "pair"]
+__all__ = ["pair"]
 
 MANY_ROWS = 16_384  # rows of an embedding above which an all_reduce pays off
 LARGE_HEAD = 1_024  # outputs above which gathering them at the end pays off

@@ -13,19 +13,16 @@ inputs and outputs. A rule never depends on values or ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import fx
 
 from braid.parallel.tensor_parallel.insertion.calls import OperatorCall, shape_of
 from braid.parallel.tensor_parallel.insertion.labels import Dims, Labels, broadcast, equal, kept
-from braid.parallel.tensor_parallel.insertion.view_rules import VIEWS
-from braid.programs.layout import Layout
+from braid.parallel.tensor_parallel.insertion.view_rules import VIEWS, Rule
 
 __all__ = ["SHAPES_ONLY", "draws", "is_depthwise", "rule_of"]
-
-Rule = Callable[[OperatorCall, Sequence[Layout]], Labels]
 
 POINTWISE = {  # in addition to operations that torch marks as pointwise
     *("aten.dropout", "aten.native_dropout", "aten.to", "aten._to_copy", "aten.type_as"),
@@ -67,15 +64,13 @@ def draws(call: OperatorCall) -> bool:
     return all(value is None or value for value in flags)
 
 
-def _pointwise(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
-    del layouts
+def _pointwise(call: OperatorCall) -> Labels:
     out = shape_of(call.node)
     inputs = broadcast([shape_of(x) for x in call.tensors()], out)
     return Labels(inputs, [kept(len(out))])
 
 
-def _linear(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
-    del layouts
+def _linear(call: OperatorCall) -> Labels:
     rows = len(shape_of(call["input"])) - 1
     inner, outer = rows, rows + 1
     lead = tuple(range(rows))
@@ -87,8 +82,7 @@ def _linear(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
     return Labels(inputs, [(*lead, outer)], frozenset({inner}), added=added)
 
 
-def _matmul(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
-    del layouts
+def _matmul(call: OperatorCall) -> Labels:
     a, b = (shape_of(x) for x in call.tensors())
     out = shape_of(call.node)
     lead = len(out) - (len(a) > 1) - (len(b) > 1)
@@ -100,9 +94,8 @@ def _matmul(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
     return Labels([first, second], [output], frozenset({inner}))
 
 
-def _einsum(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
+def _einsum(call: OperatorCall) -> Labels:
     """Label dims by their letters; diagonals (`ii`) and `...` are not supported."""
-    del layouts
     equation = str(call["equation"]).replace(" ", "")
     before, arrow, after = equation.partition("->")
     terms = [*before.split(","), after]
@@ -114,8 +107,7 @@ def _einsum(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
     return Labels(inputs, [output], frozenset(letters.values()).difference(output))
 
 
-def _convolution(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
-    del layouts
+def _convolution(call: OperatorCall) -> Labels:
     spatial = (None,) * (len(shape_of(call["weight"])) - 2)
     if is_depthwise(call):
         channels: Dims = (0, 1, *spatial)[2 + len(spatial) - len(shape_of(call["input"])) :]
@@ -136,8 +128,7 @@ def _convolution(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
 def _along(*names: str) -> Rule:
     """Return the rule of operations along some dims; all tensors have the same dims."""
 
-    def rule(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
-        del layouts
+    def rule(call: OperatorCall) -> Labels:
         xs = call.tensors()
         num_dims = len(shape_of(xs[0]))
         whole = _dims(call, names) or range(num_dims)
@@ -165,17 +156,16 @@ def is_depthwise(call: OperatorCall) -> bool:
     return groups > 1 and equal(groups, shape[0]) and equal(shape[1], 1)
 
 
-def _glu(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
+def _glu(call: OperatorCall) -> Labels:
     """Label the two packed blocks, which are multiplied: each block is split."""
     num_dims = len(shape_of(call["self"]))
     dim = call["dim"] % num_dims
-    packed = bool(layouts[0].blocks) and layouts[0].blocks[dim] == 2
+    packed = bool(call.blocks) and call.blocks[dim] == 2
     labels = kept(num_dims, () if packed else (dim,))
     return Labels([labels], [labels], unpacked=True)
 
 
-def _prelu(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
-    del layouts
+def _prelu(call: OperatorCall) -> Labels:
     labels = kept(len(shape_of(call["self"])))
     one = equal(shape_of(call["weight"])[0], 1)
     return Labels([labels, (None if one else 1,)], [labels])
@@ -187,8 +177,7 @@ def _dims(call: OperatorCall, names: Sequence[str]) -> list[int]:
     return [dim for value in values for dim in (value if isinstance(value, list) else [value])]
 
 
-def _layer_norm(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
-    del layouts
+def _layer_norm(call: OperatorCall) -> Labels:
     shape = shape_of(call["input"])
     num_whole = len(call["normalized_shape"])
     labels = kept(len(shape), range(len(shape) - num_whole, len(shape)))
@@ -196,21 +185,18 @@ def _layer_norm(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
     return Labels([labels, *rest], [labels])
 
 
-def _group_norm(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
-    del layouts
+def _group_norm(call: OperatorCall) -> Labels:
     labels = (0, *(None,) * (len(shape_of(call["input"])) - 1))
     return Labels([labels, *((None,) for _ in call.tensors()[1:])], [labels])
 
 
-def _whole(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
+def _whole(call: OperatorCall) -> Labels:
     """Label nothing: BatchNorm changes statistics in place, and parts' statistics would be lost."""
-    del layouts
     inputs: list[Dims] = [(None,) * len(shape_of(x)) for x in call.tensors()]
     return Labels(inputs, [(None,) * x.dim() for x in outputs_of(call.node)])
 
 
-def _reduction(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
-    del layouts
+def _reduction(call: OperatorCall) -> Labels:
     (x,) = call.tensors()
     num_dims = len(shape_of(x))
     dims = call.arguments.get("dim")
@@ -227,8 +213,7 @@ def _reduction(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
     )
 
 
-def _attention(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
-    del layouts
+def _attention(call: OperatorCall) -> Labels:
     query, key = shape_of(call["query"]), shape_of(call["key"])
     lead = kept(len(query) - 2)
     if not call["enable_gqa"]:
@@ -242,15 +227,13 @@ def _attention(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
     return Labels(inputs, [labels])
 
 
-def _embedding(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
-    del layouts
+def _embedding(call: OperatorCall) -> Labels:
     ids = kept(len(shape_of(call["indices"])))
     row = len(ids)
     return Labels([(None, row), ids], [(*ids, row)])
 
 
-def _index_select(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
-    del layouts
+def _index_select(call: OperatorCall) -> Labels:
     num_dims = len(shape_of(call["self"]))
     labels = kept(num_dims, (call["dim"],))
     return Labels([labels, (None,)], [labels])
@@ -285,7 +268,7 @@ FAMILIES: dict[str, Rule] = {
     "aten.roll": _along("dims"),
     "aten.glu": _glu,
     "aten.prelu": _prelu,
-    "aten.flip": lambda call, _: Labels(
+    "aten.flip": lambda call: Labels(
         [kept(len(shape_of(call["self"])), call["dims"])],
         [kept(len(shape_of(call["self"])), call["dims"])],
     ),

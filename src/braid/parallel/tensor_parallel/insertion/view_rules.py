@@ -7,7 +7,7 @@ split  [b, t, 3 h d] -> 3 of [b, t, h d]   three packed blocks: each is split
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from braid.parallel.tensor_parallel.insertion.calls import (
     OperatorCall,
@@ -15,17 +15,18 @@ from braid.parallel.tensor_parallel.insertion.calls import (
     tensor_of,
 )
 from braid.parallel.tensor_parallel.insertion.labels import Labels, equal, grouped, kept
-from braid.programs.layout import Layout
 
-__all__ = ["VIEWS"]
+__all__ = ["VIEWS", "Rule"]
 
 ENDLESS = 2**62
 
+Rule = Callable[[OperatorCall], Labels]
 
-def _view(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
+
+def _view(call: OperatorCall) -> Labels:
     (x, *_) = call.tensors()
     before, after = shape_of(x), shape_of(call.node)
-    blocks = layouts[0].blocks or (1,) * len(before)
+    blocks = call.blocks or (1,) * len(before)
     ins: list[int | None] = [None] * len(before)
     outs: list[int | None] = [None] * len(after)
     unpacked = False
@@ -45,8 +46,7 @@ def _view(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
     return Labels([tuple(ins)], [tuple(outs)], sizes=sizes, unpacked=unpacked)
 
 
-def _permute(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
-    del layouts
+def _permute(call: OperatorCall) -> Labels:
     num_dims = len(shape_of(call["self"]))
     match call.name:
         case "aten.permute":
@@ -65,8 +65,7 @@ def _permute(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
     return Labels([kept(num_dims)], [tuple(order)])
 
 
-def _expand(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
-    del layouts
+def _expand(call: OperatorCall) -> Labels:
     before, after = shape_of(call["self"]), shape_of(call.node)
     lead = len(after) - len(before)
     ins = tuple(
@@ -78,31 +77,30 @@ def _expand(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
     return Labels([ins], [outs], sizes="size")
 
 
-def _slice(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
-    del layouts
+def _slice(call: OperatorCall) -> Labels:
     shape, after = shape_of(call["self"]), shape_of(call.node)
     dim = call["dim"] % len(shape)
     end = call["end"]
-    everything = equal(shape[dim], after[dim]) and (end is None or _is_endless(end))
+    everything = equal(shape[dim], after[dim]) and (
+        end is None or (isinstance(end, int) and end >= ENDLESS)
+    )
     labels = kept(len(shape), () if everything and call["start"] in {0, None} else (dim,))
     return Labels([labels], [labels])
 
 
-def _select(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
-    del layouts
+def _select(call: OperatorCall) -> Labels:
     num_dims = len(shape_of(call["self"]))
     dim = call["dim"] % num_dims
     labels = kept(num_dims, (dim,))
     return Labels([labels], [labels[:dim] + labels[dim + 1 :]])
 
 
-def _split(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
+def _split(call: OperatorCall) -> Labels:
     """Split into equal parts, which may be the packed blocks of a dim."""
     shape = shape_of(call["self"])
     dim = call["dim"] % len(shape)
     parts = call.node.meta["val"]
-    blocks = layouts[0].blocks
-    packed = bool(blocks) and blocks[dim] == len(parts)
+    packed = bool(call.blocks) and call.blocks[dim] == len(parts)
     alike = all(equal(part.shape[dim], parts[0].shape[dim]) for part in parts)
     if packed and alike:
         labels = kept(len(shape))
@@ -114,13 +112,12 @@ def _split(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
     return Labels([labels], [labels] * len(parts))
 
 
-def _unbind(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
-    labels = _select(call, layouts)
+def _unbind(call: OperatorCall) -> Labels:
+    labels = _select(call)
     return Labels(labels.inputs, labels.outputs * len(call.node.meta["val"]))
 
 
-def _stack(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
-    del layouts
+def _stack(call: OperatorCall) -> Labels:
     xs = call.tensors()
     num_dims = len(shape_of(xs[0]))
     dim = call["dim"] % (num_dims + 1)
@@ -128,17 +125,15 @@ def _stack(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
     return Labels([labels for _ in xs], [(*labels[:dim], None, *labels[dim:])])
 
 
-def _repeat_interleave(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
+def _repeat_interleave(call: OperatorCall) -> Labels:
     """Repeat each element along a dim, so that a rank's part becomes the repeated part."""
-    del layouts
     shape = shape_of(call["self"])
     if call.arguments.get("dim") is None or tensor_of_argument(call["repeats"]):
         return Labels([(None,) * len(shape_of(x)) for x in call.tensors()], [(None,)])
     return Labels([kept(len(shape))], [kept(len(shape))])
 
 
-def _diagonal(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
-    del layouts
+def _diagonal(call: OperatorCall) -> Labels:
     num_dims = len(shape_of(call["self"]))
     return Labels([kept(num_dims, (-1, -2))], [kept(num_dims, (-1, -2))])
 
@@ -148,11 +143,6 @@ def tensor_of_argument(value: object) -> bool:
     return hasattr(value, "meta") and tensor_of(value) is not None  # type: ignore[arg-type]
 
 
-def _is_endless(end: object) -> bool:
-    return isinstance(end, int) and end >= ENDLESS
-
-
-Rule = Callable[[OperatorCall, Sequence[Layout]], Labels]
 VIEWS: dict[str, Rule] = {
     **dict.fromkeys(
         (

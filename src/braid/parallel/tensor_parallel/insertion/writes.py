@@ -18,7 +18,7 @@ from braid.parallel.tensor_parallel.insertion.records import Conflict
 if TYPE_CHECKING:
     from braid.parallel.tensor_parallel.insertion.insert import Insertion
 
-__all__ = ["aliases_of", "note_write", "written_by"]
+__all__ = ["note_write", "written_by"]
 
 
 def written_by(call: OperatorCall) -> fx.Node | None:

@@ -2,20 +2,13 @@
 
 from braid.programs.schedule.collective.catalogue import ALGORITHMS, algorithm
 from braid.programs.schedule.collective.contributions import check_contributions, check_slots
-from braid.programs.schedule.collective.rounds import (
-    Copy,
-    Round,
-    Rounds,
-    collective_costs,
-    program,
-)
+from braid.programs.schedule.collective.rounds import Round, Rounds, collective_costs, program
 from braid.programs.schedule.collective.vocabulary import COLLECTIVE, OPERATIONS
 
 __all__ = [
     "ALGORITHMS",
     "COLLECTIVE",
     "OPERATIONS",
-    "Copy",
     "Round",
     "Rounds",
     "algorithm",

@@ -16,7 +16,13 @@ Efficient large-scale language model training on GPU clusters, SC 2021, section 
 from __future__ import annotations
 
 from braid.errors import ConfigError
-from braid.programs.schedule.pipeline.linear import StageWork, check_size, looped, pipeline_program
+from braid.programs.schedule.pipeline.linear import (
+    StageWork,
+    check_size,
+    in_turns,
+    looped,
+    pipeline_program,
+)
 from braid.programs.schedule.program import Program
 
 __all__ = ["breadth_first", "interleaved"]
@@ -73,15 +79,7 @@ def interleaved(
         forwards = [StageWork("F", chunk * num_ranks + rank, i) for chunk, i in turns]
         backwards = [StageWork("B", chunk * num_ranks + rank, i) for chunk, i in back]
         ahead = 2 * (num_ranks - rank - 1) + (num_chunks - 1) * per_round
-        items = _in_turns(forwards, backwards, min(ahead, len(forwards)))
+        items = in_turns(forwards, backwards, min(ahead, len(forwards)))
         work.append([item for item in items if item.microbatch < num_microbatches])
     placement = looped(num_ranks, num_chunks)
     return pipeline_program("interleaved", work, placement, num_microbatches)
-
-
-def _in_turns(forwards: list[StageWork], backwards: list[StageWork], ahead: int) -> list[StageWork]:
-    """Return `ahead` forwards, then forwards and backwards in turns, then the other backwards."""
-    items = forwards[:ahead]
-    for forward, backward in zip(forwards[ahead:], backwards, strict=False):
-        items += [forward, backward]
-    return items + backwards[len(forwards) - ahead :]

@@ -20,7 +20,7 @@ from braid.errors import ConfigError
 from braid.programs.schedule.pipeline.vocabulary import PIPELINE, TRAIN
 from braid.programs.schedule.program import Action, Header, Program, Vocabulary
 
-__all__ = ["StageWork", "check_size", "looped", "most_held", "pipeline_program", "vee"]
+__all__ = ["StageWork", "check_size", "in_turns", "looped", "most_held", "pipeline_program", "vee"]
 
 
 # rank of each stage, or ranks that take turns with its micro-batches
@@ -64,6 +64,14 @@ def check_size(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> No
     if num_chunks < 1:
         msg = f"num_chunks must be at least 1 stage per rank, got {num_chunks}"
         raise ConfigError(msg)
+
+
+def in_turns(forwards: list[StageWork], backwards: list[StageWork], ahead: int) -> list[StageWork]:
+    """Return `ahead` forwards, then forwards and backwards in turns, then the other backwards."""
+    items = forwards[:ahead]
+    for forward, backward in zip(forwards[ahead:], backwards, strict=False):
+        items += [forward, backward]
+    return items + backwards[len(forwards) - ahead :]
 
 
 def pipeline_program(

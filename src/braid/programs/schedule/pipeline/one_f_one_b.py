@@ -19,6 +19,7 @@ from braid.programs.schedule.pipeline.linear import (
     Placement,
     StageWork,
     check_size,
+    in_turns,
     looped,
     pipeline_program,
     rank_of,
@@ -38,14 +39,9 @@ def one_f_one_b(num_stages: int, num_microbatches: int) -> Program:
     check_size(num_stages, num_microbatches)
     work = []
     for stage in range(num_stages):
-        ahead = min(num_stages - stage - 1, num_microbatches)
-        items = [StageWork("F", stage, i) for i in range(ahead)]
-        for i in range(num_microbatches - ahead):
-            items += [StageWork("F", stage, ahead + i), StageWork("B", stage, i)]
-        items += [
-            StageWork("B", stage, i) for i in range(num_microbatches - ahead, num_microbatches)
-        ]
-        work.append(items)
+        forwards = [StageWork("F", stage, i) for i in range(num_microbatches)]
+        backwards = [StageWork("B", stage, i) for i in range(num_microbatches)]
+        work.append(in_turns(forwards, backwards, min(num_stages - stage - 1, num_microbatches)))
     return pipeline_program("1f1b", work, looped(num_stages), num_microbatches)
 
 
