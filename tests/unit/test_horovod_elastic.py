@@ -10,7 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.compat.horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
-from braid.compat.horovod.torch.elastic import ElasticSampler, ObjectState, TorchState, sampler
+from braid.compat.horovod.torch.elastic import (
+    ElasticSampler,
+    ObjectState,
+    State,
+    TorchState,
+    sampler,
+)
 from braid.compat.horovod.torch.elastic.loop import adopt, train_with
 from braid.compat.horovod.torch.elastic.members import NEVER, MemberReport
 from braid.errors import CommError, ConfigError
@@ -130,6 +136,37 @@ def test_a_loss_brings_back_the_last_commit_and_calls_the_callbacks():
     assert (calls, seen) == ([0, 1], ["reset"])
     assert members.given == [MemberReport(1)], "sync and commit have saved"
     assert state.members is None
+
+
+class Weights(State):
+    """A state of a program, made as with Horovod's base class."""
+
+    def __init__(self) -> None:
+        super().__init__(bcast_object=lambda value: value, get_rank=lambda: 0)
+        self.value = self.saved = 0
+
+    def save(self) -> None:
+        self.saved = self.value
+
+    def restore(self) -> None:
+        self.value = self.saved
+
+    def sync(self) -> None:
+        self.commit()
+
+
+def test_a_subclass_of_the_base_state_passes_its_functions_to_it():
+    state, members, seen = Weights(), _Members([]), []
+
+    def func() -> int:
+        seen.append(state.value)
+        if len(seen) == 2:
+            return state.value
+        state.value = 1
+        raise LOST
+
+    assert train_with(members, state, func) == 0
+    assert seen == [0, 0]
 
 
 def test_an_update_keeps_the_state_and_a_further_loss_does_not():

@@ -27,6 +27,11 @@ __all__ = ["ObjectState", "State", "TorchState"]
 class State:
     """Base of states; subclasses define `save`, `restore`, `sync` and, if they need it, `reset`.
 
+    Args:
+        bcast_object: Function that returns the value of rank 0 on all ranks; `hvd.broadcast_object`
+            when None.
+        get_rank: Not needed.
+
     Attributes:
         num_commits: Number of commits, including commits by `sync`; -1 before the first one.
         candidate: Number of an interrupted commit that all members may have reached; -1 for none.
@@ -41,6 +46,14 @@ class State:
     has_committed = False
     members: ElasticMembers | None = None
     _callbacks: tuple[Callable[[], object], ...] = ()
+
+    def __init__(
+        self,
+        bcast_object: Callable[[Any], Any] | None = None,
+        get_rank: Callable[[], int] | None = None,
+    ) -> None:
+        del get_rank
+        self._broadcast = bcast_object or broadcast_object
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], object]]) -> None:
         """Add functions that are called after a change of the members, before `sync`.
@@ -109,9 +122,7 @@ class ObjectState(State):
     """State with values as attributes.
 
     Args:
-        bcast_object: Function that returns the value of rank 0 on all ranks; `hvd.broadcast_object`
-            when None.
-        get_rank: Not needed.
+        bcast_object, get_rank: See `State`.
         values: Values by name: numbers, text, lists, dictionaries; see `broadcast_object`.
     """
 
@@ -121,8 +132,7 @@ class ObjectState(State):
         get_rank: Callable[[], int] | None = None,
         **values: Any,
     ) -> None:
-        del get_rank
-        self._broadcast = bcast_object or broadcast_object
+        super().__init__(bcast_object, get_rank)
         self._saved = copy.deepcopy(values)
         self._set(values)
 
