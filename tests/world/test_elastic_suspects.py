@@ -76,6 +76,40 @@ def test_a_rank_with_wrong_gradients_leaves_and_costs_no_bit(
     _require_equal(cluster, undisturbed_tp if "tp" in mesh else undisturbed, size)
 
 
+def _counting(**options):
+    """Return a training whose update counts its calls, which a new rank has not seen."""
+
+    def main(members):
+        calls = [0]
+
+        def change(run) -> None:
+            calls[0] += 1
+            run.optimizer.param_groups[0]["weight_decay"] = 0.1 * calls[0]
+
+        return train_on_mesh(members, in_update=change, **options)
+
+    return main
+
+
+@pytest.mark.parametrize(
+    ("mesh", "shard"),
+    [
+        *(("dp=3", 0), ("dp=3", 1), ("pp=2,dp=2; dp=3", 0)),
+        *(pytest.param(*case, marks=ALL) for case in [("dp=3", 3), ("pp=2,dp=2; dp=3", 1)]),
+    ],
+)
+def test_a_new_rank_with_another_update_leaves_and_costs_no_bit(mesh, shard):
+    alone = Cluster(1, {})
+    alone.run(_counting(mesh="dp=1"))
+    size = 4 if "pp" in mesh else 3
+    cluster = Cluster(size, {(1, "forward"): 4}, min_ranks=2, restarts=1)
+    cluster.run(_counting(mesh=mesh, shard=shard))
+    assert [rank for rank, _ in cluster.deaths] == [1]
+    assert [rank for rank, _ in cluster.left] == [size]
+    assert "its first update gave other values (settings of the optimizer" in cluster.left[0][1]
+    _require_equal(cluster, alone.results[0], size - 1)
+
+
 def test_without_another_process_the_others_go_on_as_another_mesh(undisturbed):
     cluster = Cluster(6, {}, restarts=0)
     cluster.run(_flipping(4, mesh="pp=2,dp=3; dp=5", shards=5))

@@ -333,9 +333,10 @@ class MeshReplica:
         return weight_digest(self._saved, num_steps, order=order if is_on_cpu else -1)
 
     def digests(self) -> dict[str, int]:
-        """Return digests of the tensors of this rank's part; see `Replica.digests`."""
+        """Return digests of the parameters of this rank's part; see `Replica.digests`."""
         part = self._divisions[max(self._divisions)].parts[0]
-        return {f"{e.name} {e.boxes}": checksum(e.tensor) for e in part.entries()}
+        of_model = (e for e in part.entries() if e.name.startswith("model/"))
+        return {f"{e.name} {e.boxes}": checksum(e.tensor) for e in of_model}
 
     def begin(self, number: int) -> None:
         """Begin micro-batch `number`; see `Replica.begin`."""

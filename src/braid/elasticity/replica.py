@@ -68,7 +68,7 @@ class Replica(Protocol):
         """Return a digest of this member's share of the weights; see `weight_digest`."""
 
     def digests(self) -> dict[str, int]:
-        """Return digests of this member's part of the state; equal names have equal values."""
+        """Return digests of this member's part of the model; equal names have equal values."""
 
     def begin(self, number: int) -> None:
         """Begin the micro-batch with this number, counted over all steps."""
@@ -153,8 +153,8 @@ class WholeModel:
         return weight_digest(boxes, num_steps, order=0 if is_on_cpu else -1)
 
     def digests(self) -> dict[str, int]:
-        """Return digests of parameters, buffers and states; see `Replica.digests`."""
-        tensors = training_tensors(self.state.model, self.state.optimizer)
+        """Return digests of parameters and buffers; see `Replica.digests`."""
+        tensors = training_tensors(self.state.model)
         return {name: checksum(tensor) for name, tensor in tensors.items()}
 
     def begin(self, number: int) -> None:
