@@ -142,8 +142,8 @@ class DenseTable(Table):
             has: Whether each parameter has a gradient, for a table declared with `sizes`; all have
                 one when empty. Servers step a parameter if any worker has a gradient for it.
             priority: Urgency of the request.
-            lr: Learning rate of this push's step; the servers' rate when None. If pushes are
-                applied together, the first worker's rate is used.
+            lr: Learning rate of this push's step; the servers' rate when None. Pushes that are
+                applied together must have the same one.
 
         Raises:
             ConfigError: The gradient has another shape or dtype than the table.

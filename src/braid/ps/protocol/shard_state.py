@@ -141,7 +141,8 @@ class ShardState:
         """Decide on a push; drop a task's push that another worker has sent before.
 
         Raises:
-            CommError: The sender is not a worker of the run, or the clock is over.
+            CommError: The sender is not a worker of the run, the clock is over, or another worker
+                has pushed for it with another learning rate.
         """
         if not self.is_head:
             return [Moved(request)]
@@ -153,6 +154,14 @@ class ShardState:
             msg = (
                 f"worker {worker} pushed for clock {clock}, which is complete: the other workers "
                 f"are at clock {self.decided.completed}, so begin this worker at a later clock"
+            )
+            raise CommError(msg)
+        if rule.by_clock and (others := self._kept.other_rates(clock, lr)):
+            other, rate = next(iter(others.items()))
+            msg = (
+                f"worker {worker} pushed for clock {clock} with learning rate {lr}, but worker "
+                f"{other} with {rate}, and one step takes both pushes: step schedulers with the "
+                "same numbers on all workers"
             )
             raise CommError(msg)
         if not self._kept.add((worker, clock), request, key, lr):
