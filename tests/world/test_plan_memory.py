@@ -78,7 +78,7 @@ class _Engine(NamedTuple):
 
 def _engine(group: Group, split: Split, model: Stack, optimizer: torch.optim.Optimizer) -> _Engine:
     """Return the engine with which `braid train` runs a split."""
-    loss, x = nn.functional.mse_loss, torch.ones(BATCH // split.dp, WIDTH) * (1 + group.rank)
+    loss, x = nn.functional.mse_loss, torch.ones(BATCH // split.dp, WIDTH)
     if split.mesh:
         hybrid = HybridParallel(
             model,
@@ -89,7 +89,9 @@ def _engine(group: Group, split: Split, model: Stack, optimizer: torch.optim.Opt
             shard=split.shard,
         )
         hybrid.attach(optimizer)
+        x *= 1 + hybrid.samples.rank
         return _Engine(partial(hybrid.step, x, x, loss=loss), hybrid.zero_grad, hybrid.sharding)
+    x *= 1 + group.rank
     sharding: Sharding | None = None
     wrapped: nn.Module = model
     if split.shard:
