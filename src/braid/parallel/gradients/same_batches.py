@@ -17,7 +17,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
 
 from braid.comm import Group
 from braid.comm.autograd.nested import tensors_in
@@ -29,6 +28,7 @@ __all__ = ["TOLERANCE", "SameBatches", "sketch_of"]
 EVERY = 50  # calls; a comparison takes a pass over the batch and a small message
 NUM_COLUMNS = 509  # a prime, so that other orders of rows give another number
 TOLERANCE = 0.02  # bfloat16 rounds by 0.004, and numbers of different batches are about 1 apart
+INFINITE = 1000.0  # instead of a logarithm
 ADVICE = (
     "Give the ranks of one replica the same batches: pass the number of replicas and the number of "
     "this rank's replica to the sampler, instead of the world size and the rank, and shuffle with "
@@ -93,14 +93,17 @@ def sketch_of(tensors: Iterable[torch.Tensor]) -> tuple[float, float]:
         if not has_numbers or not tensor.numel():
             continue
         flat = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-        flat = flat.reshape(-1).to(torch.float32).nan_to_num()
-        norm = float(torch.linalg.vector_norm(flat, dtype=torch.float64))
+        flat = flat.reshape(-1).to(torch.float32)
+        norm = float(torch.linalg.vector_norm(flat))
         if not norm:
             continue
-        padding = -len(flat) % NUM_COLUMNS
-        rows = nn.functional.pad(flat, (0, padding)).view(-1, NUM_COLUMNS)
-        numbers = torch.arange(NUM_COLUMNS, dtype=torch.float64, device=flat.device)
-        signs = (numbers.square() + 1).sin()
-        projection += position * float(rows.sum(0, dtype=torch.float64) @ signs) / norm
+        if not math.isfinite(norm):  # equal to other values that are not finite
+            size += position * INFINITE
+            continue
+        signs = (torch.arange(NUM_COLUMNS, device=flat.device).square() + 1.0).sin()
+        end = len(flat) // NUM_COLUMNS * NUM_COLUMNS
+        columns = flat[:end].view(-1, NUM_COLUMNS).sum(0)
+        columns[: len(flat) - end] += flat[end:]
+        projection += position * float(columns @ signs) / norm
         size += position * math.log(norm)
     return projection, size
