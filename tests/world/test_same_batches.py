@@ -79,6 +79,7 @@ def test_different_batches_differ_in_one_of_two_comparisons(kind, shape, seed):
         ({"x": torch.ones(3)}, {"x": torch.ones(4)}),
         ([torch.ones(3)], [torch.ones(3), torch.ones(3)]),
         (torch.ones(3), torch.ones(3, dtype=torch.int32)),
+        ([torch.ones(3), torch.zeros(3)], [torch.zeros(3), torch.ones(3)]),
         (torch.zeros(3), torch.tensor([0.0, 0.0, 1e-10])),
     ],
 )
@@ -92,6 +93,16 @@ def test_small_differences_of_batches_count(one, other):
 )
 def test_any_value_can_be_compared_with_itself(value):
     assert are_same(value, value)
+
+
+@given(seed=st.integers(0, 100), count=st.integers(1, 400))
+def test_rounding_errors_of_many_tensors_do_not_add_up(seed, count):
+    generator = torch.Generator().manual_seed(seed)
+    many = [torch.randn(7, generator=generator) for _ in range(count)]
+    rounded = [x * (1 + 1e-3 * torch.randn(7, generator=generator)) for x in many]
+    assert are_same(many, rounded)
+    assert not are_same(many, [*many[:-1], 2 * many[-1]])
+    assert not are_same(many, [1.1 * x for x in many])
 
 
 def values(number: int, *size: int) -> torch.Tensor:

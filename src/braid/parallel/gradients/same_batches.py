@@ -28,6 +28,7 @@ __all__ = ["TOLERANCE", "SameBatches", "sketch_of"]
 EVERY = 50  # calls; a comparison takes a pass over the batch and a small message
 NUM_COLUMNS = 509  # a prime, so that other orders of rows give another number
 TOLERANCE = 0.02  # bfloat16 rounds by 0.004, and numbers of different batches are about 1 apart
+NUM_WEIGHTS = 7
 INFINITE = 1000.0  # instead of a logarithm
 ADVICE = (
     "Give the ranks of one replica the same batches: pass the number of replicas and the number of "
@@ -85,25 +86,29 @@ def _form_of(value: Any) -> float:
 def sketch_of(tensors: Iterable[torch.Tensor]) -> tuple[float, float]:
     """Return two numbers that are nearly equal for nearly equal tensors; see `TOLERANCE`.
 
-    They are sums over the tensors: of projections relative to the norm, and of logarithms of norms.
+    They are weighted means over the tensors, of projections relative to the norm and of logarithms
+    of the norm, multiplied by the root of the number of tensors: so rounding errors do not add up,
+    and a difference of one tensor among many still counts.
     """
     projection = size = 0.0
-    for position, tensor in enumerate(tensors, 1):
+    count = 0
+    for position, tensor in enumerate(tensors):
         has_numbers = tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_meta)
         if not has_numbers or not tensor.numel():
             continue
         flat = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
         flat = flat.reshape(-1).to(torch.float32)
         norm = float(torch.linalg.vector_norm(flat))
-        if not norm:
-            continue
-        if not math.isfinite(norm):  # equal to other values that are not finite
-            size += position * INFINITE
+        weight = 1 + position % NUM_WEIGHTS / NUM_WEIGHTS  # another order is another value
+        count += 1
+        if not norm or not math.isfinite(norm):
+            size += weight * (INFINITE if norm else -INFINITE)
             continue
         signs = (torch.arange(NUM_COLUMNS, device=flat.device).square() + 1.0).sin()
         end = len(flat) // NUM_COLUMNS * NUM_COLUMNS
         columns = flat[:end].view(-1, NUM_COLUMNS).sum(0)
         columns[: len(flat) - end] += flat[end:]
-        projection += position * float(columns @ signs) / norm
-        size += position * math.log(norm)
-    return projection, size
+        projection += weight * float(columns @ signs) / norm
+        size += weight * math.log(norm)
+    scale = math.sqrt(max(count, 1))
+    return projection / scale, size / scale
