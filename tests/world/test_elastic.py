@@ -36,7 +36,7 @@ from braid.elasticity.saving import TrainingCheckpoints
 from braid.elasticity.state_transfer import TrainingState
 from braid.elasticity.step_buffers import StepBuffers
 from braid.elasticity.training import ElasticTraining
-from braid.errors import CommError, ConfigError, MismatchError
+from braid.errors import CheckpointError, ConfigError, MismatchError
 from braid.parallel.gradients import ParamTable
 from braid.parallel.sharding import fully_shard
 from braid.runtime.tensor_buffers import checksum
@@ -408,7 +408,7 @@ def _receive(group: Group, local: threading.local) -> str:
     state = TrainingState(model, torch.optim.AdamW(model.parameters()), {})
     try:
         state_transfer.transfer(group, [3, -1], state, {})
-    except CommError as error:
+    except CheckpointError as error:
         return str(error)
     return ""
 

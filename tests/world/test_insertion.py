@@ -136,7 +136,7 @@ def test_a_model_without_a_plan_has_the_gradients_of_one_process(
 ):
     model = filled(Language(drop))
     ranks = world(size, _language, drop, options, lengths)
-    compared = 3 * (size > 1)  # inputs, outputs and their gradients, in the first calls
+    compared = 4 * (size > 1)  # inputs, losses, outputs and gradients, in the first calls
     for step, length in enumerate(lengths):
         model.zero_grad()
         expected = drawn(model, BATCH[:, :length])

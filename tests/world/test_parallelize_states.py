@@ -303,6 +303,5 @@ def _pickled(group: Group) -> list[str]:
 
 
 def test_a_divided_model_is_not_pickled(world):
-    by_modules, by_graph = world(2, _pickled)[0]
-    assert "a group cannot be pickled" in by_modules
-    assert "cannot be pickled: save its state_dict()" in by_graph
+    for text in world(2, _pickled)[0]:
+        assert "cannot be pickled: save its state_dict()" in text

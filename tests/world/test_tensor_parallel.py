@@ -145,7 +145,7 @@ def test_a_layer_costs_two_all_reduces_forward_and_two_backward(world):
     (*_, count), *_ = world(2, _train, torch.float32)
     layers = 2 * (2 + 2)  # attention and perceptron, forward and backward
     embedding, head = 1, 2  # q, k and v add up their gradients before one all_reduce
-    compared = 3  # inputs, outputs and their gradients, in the first calls
+    compared = 4  # inputs, losses, outputs and their gradients, in the first calls
     assert count == layers + embedding + head + compared
 
 

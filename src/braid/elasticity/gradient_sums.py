@@ -191,7 +191,7 @@ class GradientSums:
         return crc32(repr(sums).encode())
 
     def sketch(self) -> tuple[float, float]:
-        """Return two numbers of the gradients in `.grad`, nearly equal for nearly equal ones."""
+        """Return two numbers of the gradients in `.grad`; see `sketch_of`."""
         return sketch_of(r.param.grad for r in self._records if r.param.grad is not None)
 
     def set_gradients(self) -> None:

@@ -29,7 +29,7 @@ from braid.checkpoint import from_plain
 from braid.comm import Group
 from braid.elasticity.parts import ModelPart, PartTensor, TensorBox, packed
 from braid.elasticity.state_transfer import DAMAGED
-from braid.errors import CheckpointError, CommError, MismatchError
+from braid.errors import CheckpointError, MismatchError
 from braid.runtime.tensor_buffers import checksum
 from braid.types import dtype_name
 
@@ -255,6 +255,6 @@ def _exchange(
     for tensors, views, memory, sum_ in memories:
         if checksum(memory) != sum_.item():
             msg = f"a part of the state arrived with other values than were sent: {DAMAGED}"
-            raise CommError(msg)
+            raise CheckpointError(msg)
         for tensor, view in zip(tensors, views, strict=True):
             tensor.copy_(view)

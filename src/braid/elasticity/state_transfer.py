@@ -29,7 +29,7 @@ from braid.checkpoint import (
 from braid.checkpoint.part_states import ExtraStates
 from braid.comm import Group
 from braid.comm.autograd.nested import flatten
-from braid.errors import CommError, ConfigError, MismatchError
+from braid.errors import CheckpointError, ConfigError, MismatchError
 from braid.parallel.gradients import ParamRecord, ParamTable
 from braid.runtime.tensor_buffers import checksum
 from braid.runtime.torch_internals import version_of
@@ -171,7 +171,7 @@ def transfer(
         damaged = [name for name, tensor in received.items() if checksum(tensor) != sums[name]]
         if damaged:
             msg = f"{first_few(damaged)} arrived with other values than were sent: {DAMAGED}"
-            raise CommError(msg)
+            raise CheckpointError(msg)  # not a loss of a member, after which all would try again
         stored = {n: t for n, t in received.items() if not n.startswith((BUFFER, OTHERS))}
         number = group.context.health.number(group.ranks[root])
         source = Received(f"the state of rank {number}", stored, values["numbers"])

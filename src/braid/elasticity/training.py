@@ -370,12 +370,11 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         self.grad_norm = self._replica.prepare()
         self._is_prepared = True
         pauses = self._replica.agree(flag=pauses)
+        new = self._before_update
         self._take_step()
         self._replica.share()
-        if self._before_update:
-            facts = self._members, self._replica, self._before_update, self.num_steps
-            pauses |= leave_if_wrong(*facts)
-            self._before_update.clear()
+        if new:
+            pauses |= leave_if_wrong(self._members, self._replica, new, self.num_steps)
         return pauses
 
     def _take_step(self) -> None:
@@ -389,6 +388,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         self._rounds.end()
         if not self._rounds.checks.newcomers:
             self._unchecked.clear()
+        self._before_update = set()  # with the step, so that all members have the same
         self._fingerprint = fingerprint(self._replica.state)
         assert self._samples is not None
         self.num_samples = sum(self._sizes)

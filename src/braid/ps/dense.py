@@ -143,7 +143,7 @@ class DenseTable(Table):
                 one when empty. Servers step a parameter if any worker has a gradient for it.
             priority: Urgency of the request.
             lr: Learning rate of this push's step; the servers' rate when None. Pushes that are
-                applied together must have the same one.
+                applied together must not have different ones.
 
         Raises:
             ConfigError: The gradient has another shape or dtype than the table.

@@ -178,8 +178,6 @@ class ContextParallel(AbstractContextManager["ContextParallel"]):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Split the inputs, and pass this rank's positions to the model."""
         self._num_calls = 0
-        if self._comparison.is_due():
-            self._comparison.require(self._group, "inputs", (args, kwargs))
         bound = self._signature.bind(*args, **kwargs)
         values, size, rank = bound.arguments, self._group.size, self._group.rank
         present = {n: dim for n, dim in self._inputs.items() if values.get(n) is not None}
@@ -189,6 +187,9 @@ class ContextParallel(AbstractContextManager["ContextParallel"]):
                 f"{', '.join(self._inputs)}"
             )
             raise ConfigError(msg)
+        if self._comparison.is_due():
+            inputs = [values[name] for name in present]
+            self._comparison.require(self._group, "inputs", inputs)
         lengths = {name: values[name].shape[dim] for name, dim in present.items()}
         if len(set(lengths.values())) > 1:
             msg = (

@@ -28,7 +28,6 @@ __all__ = ["TOLERANCE", "SameBatches", "sketch_of"]
 EVERY = 50  # calls; a comparison takes a pass over the batch and a small message
 NUM_COLUMNS = 509  # a prime, so that other orders of rows give another number
 TOLERANCE = 0.02  # bfloat16 rounds by 0.004, and numbers of different batches are about 1 apart
-NUM_WEIGHTS = 7
 INFINITE = 1000.0  # instead of a logarithm
 ADVICE = (
     "Give the ranks of one replica the same batches: pass the number of replicas and the number of "
@@ -54,10 +53,10 @@ class SameBatches:
         Cost: a pass over the tensors, and one all_gather of 24 bytes per value.
         """
         mine = [[_form_of(value), *sketch_of(tensors_in(value))] for value in values]
-        rows = torch.tensor(mine, dtype=torch.float64)
+        rows = torch.tensor(mine, dtype=torch.float64, device="cpu")
         table = group.all_gather(rows).view(group.size, len(values), 3)
         gaps = (table - table[root]).abs()
-        differ = ((gaps[..., 0] > 0) | (gaps[..., 1:] > TOLERANCE).any(-1)).T
+        differ = ~((gaps[..., 0] == 0) & (gaps[..., 1:] <= TOLERANCE).all(-1)).T
         return [[group.ranks[i] for i in row.nonzero().flatten().tolist()] for row in differ]
 
     def require(self, group: Group, name: str, value: Any, advice: str = ADVICE) -> None:
@@ -86,12 +85,10 @@ def _form_of(value: Any) -> float:
 def sketch_of(tensors: Iterable[torch.Tensor]) -> tuple[float, float]:
     """Return two numbers that are nearly equal for nearly equal tensors; see `TOLERANCE`.
 
-    They are weighted means over the tensors, of projections relative to the norm and of logarithms
-    of the norm, multiplied by the root of the number of tensors: so rounding errors do not add up,
-    and a difference of one tensor among many still counts.
+    They are a projection of all elements relative to the norm of all elements, and the logarithm of
+    that norm. So rounding errors of elements that are nearly zero do not count.
     """
-    projection = size = 0.0
-    count = 0
+    projection = squares = 0.0
     for position, tensor in enumerate(tensors):
         has_numbers = tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_meta)
         if not has_numbers or not tensor.numel():
@@ -99,16 +96,15 @@ def sketch_of(tensors: Iterable[torch.Tensor]) -> tuple[float, float]:
         flat = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
         flat = flat.reshape(-1).to(torch.float32)
         norm = float(torch.linalg.vector_norm(flat))
-        weight = 1 + position % NUM_WEIGHTS / NUM_WEIGHTS  # another order is another value
-        count += 1
-        if not norm or not math.isfinite(norm):
-            size += weight * (INFINITE if norm else -INFINITE)
-            continue
-        signs = (torch.arange(NUM_COLUMNS, device=flat.device).square() + 1.0).sin()
+        if not math.isfinite(norm):
+            return 0.0, INFINITE
+        numbers = torch.arange(NUM_COLUMNS, dtype=torch.float64, device=flat.device)
+        signs = (numbers.square() + 1 + 2.4 * position).sin().float()
         end = len(flat) // NUM_COLUMNS * NUM_COLUMNS
         columns = flat[:end].view(-1, NUM_COLUMNS).sum(0)
         columns[: len(flat) - end] += flat[end:]
-        projection += weight * float(columns @ signs) / norm
-        size += weight * math.log(norm)
-    scale = math.sqrt(max(count, 1))
-    return projection / scale, size / scale
+        projection += float((columns * signs).sum())
+        squares += norm * norm
+    if not squares:
+        return 0.0, -INFINITE
+    return projection / math.sqrt(squares), math.log(squares) / 2

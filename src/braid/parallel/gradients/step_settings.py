@@ -12,6 +12,7 @@ averagings, ranks compare the settings of all steps since the last comparison, b
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
@@ -20,7 +21,6 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from braid.comm import Group
-from braid.errors import MismatchError
 from braid.parallel.gradients.hashing import first_difference
 
 __all__ = ["StepSettings", "settings_of"]
@@ -48,6 +48,7 @@ class StepSettings:
         self._intervals: list[tuple[int, tuple[Settings, ...]]] = []  # between averagings
         self._num_averagings = 0
         self._was_complete = True
+        self._has_warned = False
         _ENGINES[id(self)] = weakref.ref(self)
         weakref.finalize(self, _ENGINES.pop, id(self), None).atexit = False
 
@@ -68,8 +69,7 @@ class StepSettings:
             is_complete: Whether all ranks had gradients. Steps before and after are not compared
                 otherwise, since a rank that has no more input does not step.
 
-        Raises:
-            MismatchError: Settings differ between ranks; the message has the first ones.
+        Warns once, on all ranks, if settings differ; the warning has the first ones.
 
         Cost: in every `EVERY`-th call, one all_gather of 8 bytes for each group.
         """
@@ -81,10 +81,14 @@ class StepSettings:
         if self._num_averagings % EVERY:
             return
         lines, self._intervals = [*_lines(self._intervals)], []
-        for group in groups:
-            if first := first_difference(group, lines):
-                msg = f"optimizers step with different settings on ranks, first:\n{first}\n{ADVICE}"
-                raise MismatchError(msg)
+        texts = [first_difference(group, lines) for group in groups]  # collectives
+        if (first := next(filter(None, texts), "")) and not self._has_warned:
+            self._has_warned = True
+            text = (
+                f"optimizers step with different settings on ranks, first:\n{first}\n{ADVICE}. "
+                "Shown once"
+            )
+            warnings.warn(text, UserWarning, stacklevel=2)
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> Settings:

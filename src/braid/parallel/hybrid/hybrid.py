@@ -272,7 +272,8 @@ class HybridParallel:
             if self._experts.size > 1:
                 average_gradients(self.pipeline, self._experts, self._alike)
         if self._averages:
-            self._settings.averaged([self._replicas, self._tensor])
+            replicas = [self._replicas] if self._sharded is None else []  # or it compares itself
+            self._settings.averaged([*replicas, self._tensor])
         is_averaged = self._adds_in_pipeline or not self._averages
         return mean_loss if is_averaged else self._replicas.all_reduce(mean_loss, op="avg")
 

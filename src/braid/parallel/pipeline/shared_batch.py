@@ -1,8 +1,8 @@
 """Comparison of the batches that the ranks of a pipeline get.
 
 The first stage takes the inputs of its rank, and the last stage the targets of its rank. If ranks
-got different batches, inputs would meet targets of other samples. A program may pass other inputs
-where only targets are read, and the reverse. So a rank counts as wrong if both differ.
+got different batches, inputs would meet targets of other samples. Inputs that only differ where
+they are not read do no harm, nor do such targets. So a rank counts as wrong if both differ.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def parallelize(
     division = _divide(model, group, plan, inputs, options)
     if group.size > 1:
         note_parts(model)
-        compare_calls(model, group, gathers=gather_outputs)
+        compare_calls(model, group)
     return division
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from braid.comm import Group
-from braid.errors import ConfigError
 from braid.parallel.gradients.incomplete import unmark_part
+from braid.parallel.tensor_parallel.compared_calls import NotCopied, compare_no_more
 from braid.parallel.tensor_parallel.slices import Slicing
 
 __all__ = ["changes_of", "divide_states", "note_change", "slicing_of", "undivide"]
@@ -27,24 +27,8 @@ class ModuleChange(NamedTuple):
     before: Any
 
 
-class Changes(list[ModuleChange]):
+class Changes(NotCopied, list[ModuleChange]):
     """List of the changes of a sharded model; raises an error if the model is copied."""
-
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        """Raise, because torch would copy parameters without their slicing."""
-        msg = (
-            "a sharded model cannot be copied: copy it before parallelize, or unshard it by "
-            "undivide(model, group) first"
-        )
-        raise ConfigError(msg)
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Raise, because a pickled shard does not know its group."""
-        msg = (
-            "a sharded model cannot be pickled: save its state_dict(), or unshard it by "
-            "undivide(model, group) first"
-        )
-        raise ConfigError(msg)
 
 
 def note_change(model: nn.Module, module: nn.Module, name: str) -> None:
@@ -94,6 +78,7 @@ def undivide(model: nn.Module, group: Group) -> None:
 
     Cost: one all_gather per sharded parameter.
     """
+    compare_no_more(model)
     for param in model.parameters():
         slicing = slicing_of(param)
         if slicing is None:

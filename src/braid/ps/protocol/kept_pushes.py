@@ -66,10 +66,10 @@ class KeptPushes:
         """Return the task keys of those pushes which belong to a task."""
         return [self._keys[push] for push in pushes if push in self._keys]
 
-    def other_rates(self, clock: int, lr: float | None) -> dict[int, float | None]:
+    def other_rates(self, clock: int, lr: float | None) -> dict[int, float]:
         """Return the learning rates of the kept pushes of a clock that differ, by worker."""
-        rates = {w: self._lrs.get((w, c)) for w, c in self.requests if c == clock}
-        return {worker: rate for worker, rate in rates.items() if rate != lr}
+        rates = {worker: rate for (worker, c), rate in self._lrs.items() if c == clock}
+        return {worker: rate for worker, rate in rates.items() if lr not in (None, rate)}
 
     def lr(self, pushes: Sequence[Push]) -> float | None:
         """Return the learning rate of the first push that sets one; None if no push does."""

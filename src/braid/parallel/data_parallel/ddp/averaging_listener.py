@@ -14,7 +14,6 @@ steps when the averages of a bucket are complete.
 from __future__ import annotations
 
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ import torch
 from torch import nn
 
 from braid.comm import Group, Work
-from braid.errors import ConfigError, MismatchError
+from braid.errors import ConfigError
 from braid.parallel.data_parallel.ddp.join import Join, Joinable
 from braid.parallel.data_parallel.ddp.module_buffers import ModuleBuffers
 from braid.parallel.data_parallel.ddp.once_warnings import OnceWarnings
@@ -110,7 +109,6 @@ class AveragingListener(ReducerListener):
         self.active_ranks = list(range(self.group.size))
         self._has_buffers = self.buffers.any()
         self._settings = StepSettings(record.param for record in self.table)
-        self._has_warned = False
 
     def adopt_optimizers(self) -> None:
         """Take over the steps of optimizers that torch has set to run in backward."""
@@ -195,12 +193,7 @@ class AveragingListener(ReducerListener):
             first.report(is_weighted=outcome.status.num_weighted > 0)
         if outcome.number in EARLY and is_complete and self.compares_early and not due:
             warn_of_different(self.group, self.table.records, when)
-        try:
-            self._settings.averaged([self.group], is_complete=is_complete)
-        except MismatchError as exc:  # a program may step on some parameters of each rank
-            if not self._has_warned:
-                self._has_warned = True
-                warnings.warn(str(exc), UserWarning, stacklevel=2)
+        self._settings.averaged([self.group], is_complete=is_complete)
         self.warnings.check(outcome)  # last: a filter may make it an error
 
 
