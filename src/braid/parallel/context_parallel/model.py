@@ -72,7 +72,7 @@ def context_parallel(
             Later, in forward: a length that cannot be divided, a mask other than causal, dropout of
             attention, or a model that does not call torch's attention.
 
-    Cost: only attention, and the loss of models of transformers, send messages.
+    Cost: attention and the loss of models of transformers send messages; some calls compare inputs.
     """
     problems = []
     if not isinstance(group, Group):

@@ -267,7 +267,7 @@ class Pipeline(nn.Module):
                 is not valid.
 
         Cost: per stage and micro-batch two messages with the bytes between stages; an all_gather
-            and a broadcast of 8 bytes.
+            and a broadcast of 8 bytes; in some steps, an all_gather of 48 bytes.
         """
         try:
             return self._step(batch, target, loss, loss_weight)
