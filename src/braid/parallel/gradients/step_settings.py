@@ -104,11 +104,12 @@ def settings_of(optimizer: torch.optim.Optimizer) -> Settings:
 
 
 def _value_of(setting: Any) -> Any:
-    """Return a number, a text or a pair of numbers that can be compared; None for other settings.
+    """Return a number or a pair of numbers that can be compared; None for other settings.
 
-    Tensors of a GPU are not compared, since reading them would wait for the GPU.
+    Tensors of a GPU are not compared, since reading them would wait for the GPU; nor are texts,
+    which may be the name of this rank's device.
     """
-    if isinstance(setting, int | float | str):
+    if isinstance(setting, int | float):
         return setting
     if isinstance(setting, torch.Tensor):
         return setting.item() if setting.is_cpu and setting.numel() == 1 else None
