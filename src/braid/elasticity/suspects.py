@@ -247,7 +247,7 @@ def wrong_newcomers(ranks: Sequence[ComputedSums], newcomers: AbstractSet[int]) 
     ...     return [ComputedSums((0, 1, 2), {0: mine}, {0: theirs}) for mine, theirs in sums]
     >>> wrong_newcomers(by_rank((5, 6), (6, 9), (7, 4)), {2})
     (2,)
-    >>> wrong_newcomers(by_rank((5, 8), (6, 9), (7, 4)), {2})  # 0 and 1 differ, too
+    >>> wrong_newcomers(by_rank((5, 8), (6, 9), (7, 4)), {2})  # old ranks differ
     ()
     """
     wrong, num_agreeing = set[int](), 0

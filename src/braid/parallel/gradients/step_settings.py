@@ -25,8 +25,8 @@ from braid.parallel.gradients.hashing import first_difference
 
 __all__ = ["StepSettings", "settings_of"]
 
-EVERY = 10  # averagings; a comparison takes as long as a small message
-MOST_STEPS = 64  # between two averagings, that are kept
+EVERY = 10  # averagings; a comparison costs one small message
+MOST_STEPS = 64  # different settings between two averagings that are kept
 ADVICE = (
     "Step schedulers with the same numbers on each rank: average a loss over ranks before "
     "scheduler.step(loss), and change settings and skip steps on all ranks alike"

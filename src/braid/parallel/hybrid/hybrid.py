@@ -272,7 +272,7 @@ class HybridParallel:
             if self._experts.size > 1:
                 average_gradients(self.pipeline, self._experts, self._alike)
         if self._averages:
-            replicas = [self._replicas] if self._sharded is None else []  # or it compares itself
+            replicas = [self._replicas] if self._sharded is None else []  # else `sharding` does
             self._settings.averaged([*replicas, self._tensor])
         is_averaged = self._adds_in_pipeline or not self._averages
         return mean_loss if is_averaged else self._replicas.all_reduce(mean_loss, op="avg")

@@ -12,19 +12,19 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from itertools import islice
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
 
 from braid.comm import Group
 from braid.comm.autograd.nested import tensors_in
-from braid.errors import ConfigError
 from braid.parallel.gradients.same_batches import SameBatches
+from braid.parallel.tensor_parallel.slices import NotCopied
 from braid.runtime.torch_internals import disable_dynamo
 from braid.types import ranks_text
 
-__all__ = ["NotCopied", "compare_calls", "compare_no_more"]
+__all__ = ["compare_calls", "compare_no_more"]
 
 COMPARED = "braid_compared"  # attribute of a model
 NUMBERS = {torch.Tensor, nn.Parameter}  # other types may have no numbers
@@ -44,26 +44,6 @@ def compare_no_more(model: nn.Module) -> None:
     """Remove the hooks of `compare_calls`, if there are any."""
     for handle in model.__dict__.pop(COMPARED, ()):
         handle.remove()
-
-
-class NotCopied:
-    """Part of a sharded model, by which copies of the model raise an error."""
-
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        """Raise, because torch would copy parameters without their slicing."""
-        msg = (
-            "a sharded model cannot be copied: copy it before parallelize, or unshard it by "
-            "undivide(model, group) first"
-        )
-        raise ConfigError(msg)
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Raise, because a pickled shard does not know its group."""
-        msg = (
-            "a sharded model cannot be pickled: save its state_dict(), or unshard it by "
-            "undivide(model, group) first"
-        )
-        raise ConfigError(msg)
 
 
 class _ComparedCalls(NotCopied):

@@ -9,13 +9,13 @@ Source: M. Shoeybi et al., Megatron-LM (2019); the packed matrix is GPT-2's.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 
 from braid.errors import ConfigError
 
-__all__ = ["Slicing"]
+__all__ = ["NotCopied", "Slicing"]
 
 
 class Slicing(NamedTuple):
@@ -77,3 +77,23 @@ class Slicing(NamedTuple):
         shape = list(part.shape)
         shape[self.dim] *= size
         return tuple(shape)
+
+
+class NotCopied:
+    """Part of a sharded model, by which copies of the model raise an error."""
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        """Raise, because torch would copy parameters without their slicing."""
+        msg = (
+            "a sharded model cannot be copied: copy it before parallelize, or unshard it by "
+            "undivide(model, group) first"
+        )
+        raise ConfigError(msg)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Raise, because a pickled shard does not know its group."""
+        msg = (
+            "a sharded model cannot be pickled: save its state_dict(), or unshard it by "
+            "undivide(model, group) first"
+        )
+        raise ConfigError(msg)

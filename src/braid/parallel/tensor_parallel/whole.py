@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from braid.comm import Group
 from braid.parallel.gradients.incomplete import unmark_part
-from braid.parallel.tensor_parallel.compared_calls import NotCopied, compare_no_more
-from braid.parallel.tensor_parallel.slices import Slicing
+from braid.parallel.tensor_parallel.compared_calls import compare_no_more
+from braid.parallel.tensor_parallel.slices import NotCopied, Slicing
 
 __all__ = ["changes_of", "divide_states", "note_change", "slicing_of", "undivide"]
 
