@@ -171,6 +171,7 @@ def test_a_batch_script_is_valid_and_saves_before_its_time_is_over(tmp_path: Pat
     for option in ("ntasks=8", "nodes=2", "cpus-per-task=4", "gpus-per-task=1", "account=physics"):
         assert f"#SBATCH --{option}\n" in text
     assert "#SBATCH --signal=B:USR1@120\n" in text
+    assert "#SBATCH --no-kill\n" in text
     assert "braid run --on slurm -n 8 --resume auto --min-ranks 6 --threads 4 --log-dir " in text
     assert "train.py --lr '0.1 x' &\n" in text
 

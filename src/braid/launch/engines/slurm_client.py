@@ -4,7 +4,8 @@
                  (log-in node)             (allocation)         └─> agent of n2 ──> ranks 2, 3
 
 Inside of an allocation (sbatch, salloc) its nodes are used; elsewhere `salloc` makes one, which
-ends with the agents. srun broadcasts the invitation to its tasks' stdin.
+ends with the agents. srun broadcasts the invitation to its tasks' stdin. `--no-kill` keeps the
+other nodes after the failure of one: the launcher decides whether the run continues.
 
 Words: options of salloc, such as --partition=gpu, --time=60, --gres=gpu:4.
 
@@ -113,7 +114,8 @@ def main(words: Sequence[str]) -> int:
     argv = [
         *("srun", "--nodes", count, "--ntasks", count, "--ntasks-per-node", "1"),
         *("--nodelist", ",".join(host.name for host in hosts), "--overlap"),
-        *("--cpu-bind", "none", "--kill-on-bad-exit=0", "--quiet", *AGENT),
+        *("--cpu-bind", "none", "--no-kill", "--kill-on-bad-exit=0"),
+        *("--quiet", *AGENT),
     ]
     environ = {name: value for name, value in os.environ.items() if name not in SIZES}
     return run_commands([Command(argv, line, lambda text: lost_task(hosts, text))], environ)
@@ -147,7 +149,7 @@ def _allocate(num_ranks: int, words: Sequence[str]) -> None:
         why = (test.stderr.strip().splitlines() or ["it gives no reason"])[-1]
         msg = f"Slurm refused {' '.join(asked)}: {why}. Ask for less. Free are {_free()}"
         raise ConfigError(msg)
-    argv = ["salloc", *asked, sys.executable, "-m", SELF, f"--num-ranks={num_ranks}"]
+    argv = ["salloc", "--no-kill", *asked, sys.executable, "-m", SELF, f"--num-ranks={num_ranks}"]
     os.execvp(argv[0], argv)  # noqa: S606 - salloc gives the nodes back when its command ends
 
 

@@ -5,8 +5,9 @@
     preemption     Slurm sends SIGTERM to the agents, and a grace time later to the script -> ranks
                    save -> `scontrol requeue`, since the script has ended before Slurm ends it
     scancel        the same signals, but the job is over
+    node failure   the job ends and is requeued; with --min-ranks it keeps its other nodes
 
-Source: sbatch(1) of Slurm 22.05, options --signal and --requeue.
+Source: sbatch(1) of Slurm 22.05, options --signal, --requeue and --no-kill.
 """
 
 from __future__ import annotations
@@ -113,6 +114,7 @@ class BatchScript:
             f"--output={self.name}-%j.out",
             "--open-mode=append",
             "--requeue",
+            *(["--no-kill"] if self.min_ranks else []),
             f"--signal=B:USR1@{SAVE_S}",
             *map(_quoted, shlex.split(self.options)),
         ]
