@@ -5,6 +5,7 @@ of that step, or `RANK:STEP:update` in its update; `RANK:STEP:parent` kills what
 `RANK:STEP:notice` is a notice that it will be ended, `RANK:STEP:error` an exception,
 `RANK:STEP:wait` waits until the launcher has named it, `RANK:STEP:stuck` waits with a child for
 good, `RANK:STEP:drain` asks what has started it to end, `RANK:STEP:kill:PID` kills another process,
+`RANK:STEP:notified:PROGRAM` runs a program and waits for the notice that it causes,
 and `RANK:STEP:host` kills all processes of its network namespace. `RANK:agreed` dies when it has
 agreed on a last epoch. SAVES names a directory for checkpoints, SAVES_EVERY the number of steps
 between two of them.
@@ -17,9 +18,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from types import FrameType
 
 import torch
 from torch import nn
@@ -28,6 +31,8 @@ from torch.utils.data import DataLoader
 
 import braid
 from braid.runtime.rendezvous import membership
+
+NOTICE_LIMIT_S = 60.0
 
 
 class Noise(torch.utils.data.Dataset):
@@ -50,11 +55,26 @@ def strike(number: int, step: int, deaths: set[tuple[str, ...]]) -> None:
         subprocess.Popen(["sleep", "600"], start_new_session=True)
     while deaths & {(*here, "parent"), (*here, "stuck")}:
         signal.pause()
-    for *point, pid in deaths:
+    for *point, argument in deaths:
         if point == [*here, "kill"]:
-            os.kill(int(pid), signal.SIGKILL)
+            os.kill(int(argument), signal.SIGKILL)
+        if point == [*here, "notified"]:
+            wait_for_notice(argument)
     if (*here, "host") in deaths:
         kill_host()
+
+
+def wait_for_notice(program: str) -> None:
+    is_notified, handler = threading.Event(), signal.getsignal(signal.SIGTERM)
+    assert callable(handler)
+
+    def on_signal(signum: int, frame: FrameType | None) -> None:
+        handler(signum, frame)
+        is_notified.set()
+
+    signal.signal(signal.SIGTERM, on_signal)
+    subprocess.run([program, str(os.getppid())], check=True)
+    assert is_notified.wait(NOTICE_LIMIT_S)
 
 
 def kill_host() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -18,9 +19,24 @@ from braid.launch.engines.options import EngineOptions
 from support.launch_conformance import Start
 from support.leaks import no_leaks
 
-__all__ = ["ENGINES", "MARK", "agents_of", "nothing_left", "on_engine", "run"]
+__all__ = [
+    "ELASTIC",
+    "ELASTIC_JOB",
+    "ENGINES",
+    "MARK",
+    "agents_of",
+    "digests_in",
+    "nothing_left",
+    "on_engine",
+    "run",
+    "undisturbed_digests",
+    "wait_for_ranks",
+]
 
 ENGINES = ("ray", "slurm", "mpi")
+ELASTIC = ("--min-ranks", "1", "--restarts", "0", "--threads", "1")
+ELASTIC_JOB = str(Path(__file__).with_name("elastic_job.py"))
+LIMIT_S = 240.0
 MARK = "BRAID_TEST_MARK"
 AGENT = ["-m", "braid.launch.engines.joined_agent"]
 
@@ -45,6 +61,19 @@ def run(*words: str, cwd: Path) -> subprocess.Popen[str]:
     )
 
 
+def digests_in(text: str) -> set[str]:
+    """Digests of the state that ranks of `ELASTIC_JOB` have printed."""
+    return set(re.findall(r"\b[0-9a-f]{64}\b", text))
+
+
+def undisturbed_digests(cwd: Path) -> set[str]:
+    """Digests that ranks of `ELASTIC_JOB` print if none is lost: those of one rank alone."""
+    out, text = run("-n", "1", *ELASTIC, ELASTIC_JOB, cwd=cwd).communicate(timeout=LIMIT_S)
+    found = digests_in(out)
+    assert len(found) == 1, text
+    return found
+
+
 def agents_of(mark: str) -> list[psutil.Process]:
     """Agents on this machine whose ranks have a mark in their environment."""
     found = {}
@@ -64,6 +93,13 @@ def marked(mark: str) -> list[str]:
             if process.pid != os.getpid() and process.environ().get(MARK) == mark:
                 found.append(f"{process.pid} {' '.join(process.cmdline())}")
     return found
+
+
+def wait_for_ranks(mark: str) -> None:
+    """Wait for ranks without a launcher, which save or are killed."""
+    deadline_s = time.monotonic() + LIMIT_S
+    while marked(mark) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
 
 
 @contextmanager

@@ -8,15 +8,21 @@ import random
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engine_starts import MARK, marked, nothing_left
+from engine_starts import (
+    ELASTIC,
+    ELASTIC_JOB,
+    MARK,
+    digests_in,
+    nothing_left,
+    undisturbed_digests,
+    wait_for_ranks,
+)
 
 pytestmark = [pytest.mark.procs, pytest.mark.launcher]
-JOB = str(Path(__file__).with_name("elastic_job.py"))
 MESH_JOB = str(Path(__file__).with_name("elastic_mesh_job.py"))
 FAKES = Path(__file__).parents[1] / "fakes"
 LIMIT_S = 240.0
@@ -57,14 +63,7 @@ def _engines(
     monkeypatch.chdir(tmp_path)
     with nothing_left(request.node.nodeid):
         yield
-        _wait_for_ranks(request.node.nodeid)
-
-
-def _wait_for_ranks(mark: str) -> None:
-    """Wait for ranks without a launcher, which save or are killed."""
-    deadline_s = time.monotonic() + LIMIT_S
-    while marked(mark) and time.monotonic() < deadline_s:
-        time.sleep(0.05)
+        wait_for_ranks(request.node.nodeid)
 
 
 def _logs() -> str:
@@ -77,20 +76,16 @@ def _start(code: str, *words: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def _train(way: str, *deaths: str, job: str = JOB) -> tuple[int, set[str], str]:
-    options = ("--min-ranks", "1", "--restarts", "0", "--threads", "1")
-    code, text = _start(RUN, *WAYS[way], *options, job, *deaths)
-    return code, set(re.findall(r"\b[0-9a-f]{64}\b", text)), text
+def _train(way: str, *deaths: str, job: str = ELASTIC_JOB) -> tuple[int, set[str], str]:
+    code, text = _start(RUN, *WAYS[way], *ELASTIC, job, *deaths)
+    return code, digests_in(text), text
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path_factory.mktemp("alone"))
         patch.setenv("SAVES", "")
-        _, digests, text = _train("one")
-    assert len(digests) == 1, text
-    return digests
+        return undisturbed_digests(tmp_path_factory.mktemp("alone"))
 
 
 @pytest.mark.parametrize(
@@ -114,9 +109,9 @@ def test_what_an_engine_loses_costs_no_step_and_no_bit(undisturbed, way, death, 
 @pytest.mark.parametrize("way", ["ssh", pytest.param("slurm", marks=PROOF)])
 def test_new_ranks_do_not_start_on_a_host_that_was_asked_to_end(undisturbed, way):
     options = ("--min-ranks", "1", "--restarts", "1", "--threads", "1", "--log-dir", "run")
-    code, text = _start(RUN, *WAYS[way], *options, JOB, "2:3:drain")
+    code, text = _start(RUN, *WAYS[way], *options, ELASTIC_JOB, "2:3:drain")
     assert code == 0, text
-    assert set(re.findall(r"\b[0-9a-f]{64}\b", text)) == undisturbed
+    assert digests_in(text) == undisturbed
     lines = Path("run/events/launcher.jsonl").read_text().splitlines()
     events = [json.loads(line) for line in lines]
     hosts = {event["rank"]: event["host"] for event in events if event["kind"] == "started"}
@@ -129,7 +124,7 @@ def test_ranks_whose_launcher_is_killed_save_their_step(undisturbed, way, reques
     code, digests, text = _train(way, "0:5:kill:PID")
     assert code == -9, text
     assert digests == set()
-    _wait_for_ranks(request.node.nodeid)
+    wait_for_ranks(request.node.nodeid)
     (saved,) = Path("saves").iterdir()
     assert int(saved.name.removeprefix("step-")) >= 6  # agents notice it a moment later
     code, digests, text = _train("one")
@@ -147,7 +142,7 @@ def test_ranks_that_lose_their_launcher_and_a_host_save_their_step(undisturbed, 
     code, digests, text = _train("ssh", *deaths)
     assert code == -9, text
     assert digests == set()
-    _wait_for_ranks(request.node.nodeid)
+    wait_for_ranks(request.node.nodeid)
     (saved,) = Path("saves").iterdir()  # also no file in which they have met
     assert saved.name == "step-00000005"
     code, digests, text = _train("one")
@@ -158,7 +153,7 @@ def test_ranks_that_lose_their_launcher_and_a_host_save_their_step(undisturbed, 
 def test_a_member_of_the_last_epoch_may_die_too(undisturbed, request):
     code, digests, text = _train("here", "0:5:kill:PID", "2:5", "1:agreed")
     assert (code, digests) == (-9, set()), text
-    _wait_for_ranks(request.node.nodeid)
+    wait_for_ranks(request.node.nodeid)
     assert [saved.name for saved in Path("saves").iterdir()] == ["step-00000005"], _logs()
     code, digests, text = _train("one")
     assert digests == undisturbed, text
@@ -175,7 +170,7 @@ def test_seeded_deaths_of_ranks_and_launcher_lose_no_step(undisturbed, seed, req
     ]
     code, digests, text = _train("ssh", f"{first}:{step}:kill:PID", *died)
     assert (code, digests) == (-9, set()), text
-    _wait_for_ranks(request.node.nodeid)
+    wait_for_ranks(request.node.nodeid)
     assert max(int(saved.name[5:]) for saved in Path("saves").iterdir()) >= step, died
     code, digests, text = _train("one")
     assert digests == undisturbed, text
@@ -187,7 +182,7 @@ def test_parts_of_a_state_are_saved_when_a_rank_dies_with_the_launcher(mesh, mon
     deaths = "3:5:PID"
     code, digests, text = _train("mesh", *mesh, deaths, job=MESH_JOB)
     assert (code, digests) == (-9, set()), text
-    _wait_for_ranks(request.node.nodeid)
+    wait_for_ranks(request.node.nodeid)
     (saved,) = Path("saves").iterdir()
     assert saved.name == "step-00000005"
     assert "Error" not in _logs()
@@ -199,6 +194,6 @@ def test_parts_of_a_state_are_saved_when_a_rank_dies_with_the_launcher(mesh, mon
 
 
 def test_a_rank_that_outlives_its_launcher_too_long_is_killed_with_its_children():
-    code, text = _start(RUN_WITH_LITTLE_TIME, JOB, "0:5:kill:PID", "1:5:stuck")
+    code, text = _start(RUN_WITH_LITTLE_TIME, ELASTIC_JOB, "0:5:kill:PID", "1:5:stuck")
     assert code == -9, text  # `_engines` sees whether anything is left
     assert not Path("saves").exists()

@@ -8,18 +8,32 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
 import pytest
-from engine_starts import ENGINES, MARK, agents_of, nothing_left, on_engine, run
+from engine_starts import (
+    ELASTIC,
+    ELASTIC_JOB,
+    ENGINES,
+    MARK,
+    agents_of,
+    digests_in,
+    nothing_left,
+    on_engine,
+    run,
+    undisturbed_digests,
+    wait_for_ranks,
+)
 
+from braid.launch.engines.slurm_script import BatchScript
 from support.launch_conformance import CLAIMS
 
 pytestmark = [pytest.mark.procs, pytest.mark.launcher, pytest.mark.proof]
@@ -27,6 +41,19 @@ LIMIT_S = 60.0
 NODES, CPUS = ("n1", "n2"), 8
 DAEMONS = ("munged", "slurmctld", "slurmd")
 WORDS = {"slurm": ("--nodes=2",), "ray": ("--strategy=spread",), "mpi": ()}
+# the first of two nodes gets two of three ranks
+WORDS_OF_THREE = {
+    "slurm": ("--engine-options", "--nodes=2"),
+    "ray": ("--engine-options", "--strategy=spread"),
+    "mpi": ("-H", f"localhost:2,{socket.gethostname()}:1"),
+}
+NODE_FAILURE = "scontrol update nodename=n2 state=down reason=test"
+DRAIN = (
+    r"node=$(tr '\0' '\n' < /proc/$RAY_RAYLET_PID/cmdline | sed -n 's/^--node_id=//p'); "
+    f"{sys.executable} -m ray.scripts.scripts drain-node --address $RAY_ADDRESS --node-id $node "
+    "--reason DRAIN_NODE_REASON_PREEMPTION --reason-message preempted "
+    "--deadline-remaining-seconds 60"
+)
 CONFIG = """\
 ClusterName=braid
 SlurmctldHost=localhost(127.0.0.1)
@@ -60,6 +87,9 @@ PropagateResourceLimits=NONE
 """
 
 
+Train = Callable[..., tuple[int, set[str], str]]
+
+
 class Missing(Exception):
     """An engine is not installed."""
 
@@ -68,8 +98,8 @@ CLUSTER = """\
 import sys
 from ray.cluster_utils import Cluster
 cluster = Cluster()
-for _ in range(2):
-    cluster.add_node(num_cpus=2)
+for num_cpus in (3, 2):  # the head first: it gets the first ranks
+    cluster.add_node(num_cpus=num_cpus)
 print(cluster.address, flush=True)
 sys.stdin.read()
 cluster.shutdown()
@@ -278,5 +308,151 @@ def test_more_than_slurm_has_is_refused_at_once(engine: str, tmp_path: Path) -> 
     job = run("--on", engine, "-n", "400", "-m", "support.launched", "places", cwd=tmp_path)
     _, text = job.communicate(timeout=LIMIT_S)
     assert job.returncode == 2
-    assert "Requested node configuration is not available. Free are n1 8 of 8" in text
+    assert "Requested node configuration is not available. Ask for less. Free are n1 8 of 8" in text
     assert time.monotonic() - begin_s < LIMIT_S / 4
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    return undisturbed_digests(tmp_path_factory.mktemp("alone"))
+
+
+@pytest.fixture
+def train(
+    engine: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> Train:
+    """`train("2:3:notified", "kill -TERM $1")`: three ranks on two nodes, and a fault.
+
+    The lines are a program that a rank runs with the process id of its agent. Gives the exit code,
+    digests and messages.
+    """
+    monkeypatch.setenv("SAVES", str(tmp_path / "saves"))
+    options = ("--on", engine, *WORDS_OF_THREE[engine], "-n", "3", "--env", f"{MARK},SAVES")
+
+    def start(fault: str = "", *lines: str) -> tuple[int, set[str], str]:
+        fault += f":{_script(tmp_path, *lines)}" if lines else ""
+        with nothing_left(request.node.nodeid):
+            job = run(*options, *ELASTIC, ELASTIC_JOB, fault, cwd=tmp_path)
+            (tmp_path / "launcher").write_text(f"{job.pid}")
+            out, text = job.communicate(timeout=LIMIT_S)
+            wait_for_ranks(request.node.nodeid)
+        return job.returncode, digests_in(out), text
+
+    return start
+
+
+def _script(place: Path, *lines: str) -> Path:
+    """Write a program that a rank runs with the process id of its agent."""
+    script = place / "script"
+    script.write_text("\n".join(["#!/bin/sh -ex", *lines, ""]))
+    script.chmod(0o700)
+    return script
+
+
+@pytest.mark.parametrize("engine", ENGINES, indirect=True)
+@pytest.mark.parametrize(
+    ("death", "lost"),
+    [("2:3", "rank 2 on host"), ("2:3:parent", "is gone: its agent")],
+    ids=["rank", "agent"],
+)
+def test_what_a_real_engine_loses_costs_no_step_and_no_bit(
+    train: Train, death: str, lost: str, undisturbed: set[str]
+) -> None:
+    code, digests, text = train(death)
+    assert code == 0, text
+    assert lost in text
+    assert digests == undisturbed, text
+
+
+@pytest.mark.parametrize("engine", ["slurm", "mpi"], indirect=True)
+def test_ranks_leave_a_node_with_an_agent_that_is_asked_to_end(
+    train: Train, undisturbed: set[str]
+) -> None:
+    code, digests, text = train("2:3:notified", "kill -TERM $1")
+    assert code == 0, text
+    assert "its ranks leave the run" in text
+    assert digests == undisturbed, text
+
+
+@pytest.mark.parametrize("engine", ENGINES, indirect=True)
+def test_ranks_save_when_their_launcher_is_killed(
+    train: Train, undisturbed: set[str], tmp_path: Path
+) -> None:
+    code, digests, text = train("0:3:notified", f"kill -KILL $(cat {tmp_path / 'launcher'})")
+    assert (code, digests) == (-9, set()), text
+    (saved,) = (tmp_path / "saves").iterdir()
+    assert int(saved.name.removeprefix("step-")) >= 4  # ranks notice it a moment later
+    code, digests, text = train()
+    assert code == 0, text
+    assert digests == undisturbed, text
+
+
+@pytest.mark.parametrize("engine", ["ray"], indirect=True)
+@pytest.mark.parametrize(
+    ("line", "lost"),
+    [(DRAIN, "its ranks leave the run"), ("kill -KILL $RAY_RAYLET_PID", "is gone: its agent")],
+    ids=["drained", "killed"],
+)
+def test_a_node_that_ray_takes_away_costs_no_step_and_no_bit(
+    line: str,
+    lost: str,
+    train: Train,
+    undisturbed: set[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with ray_cluster(tmp_path) as address:  # other tests need all nodes
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        code, digests, text = train("2:3:notified", f"export RAY_ADDRESS={address}", line)
+    assert code == 0, text
+    assert lost in text
+    assert digests == undisturbed, text
+
+
+@pytest.mark.parametrize("engine", ["slurm"], indirect=True)
+def test_ranks_save_when_slurm_signals_the_job(
+    train: Train, undisturbed: set[str], tmp_path: Path
+) -> None:
+    code, digests, text = train("2:3:notified", "scancel --signal=TERM $SLURM_JOB_ID")
+    assert (code, digests) == (143, set()), text
+    (saved,) = (tmp_path / "saves").iterdir()
+    assert int(saved.name.removeprefix("step-")) >= 4  # ranks notice it a moment later
+    code, digests, text = train()
+    assert code == 0, text
+    assert digests == undisturbed, text
+
+
+@pytest.mark.parametrize("engine", ["slurm"], indirect=True)
+def test_a_node_that_is_down_for_slurm_costs_no_step_and_no_bit(
+    train: Train, undisturbed: set[str]
+) -> None:
+    code, digests, text = train("2:3:notified", NODE_FAILURE)
+    assert code == 0, text
+    assert "host n2 is gone: its agent" in text
+    assert digests == undisturbed, text
+
+
+@pytest.mark.parametrize("engine", ["slurm"], indirect=True)
+@pytest.mark.usefixtures("engine")
+def test_a_batch_script_goes_on_when_a_node_is_down(
+    undisturbed: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SAVES", "")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    program = _script(tmp_path, NODE_FAILURE)
+    script = BatchScript(
+        num_ranks=3,
+        min_ranks=1,
+        nodes=2,
+        command=(ELASTIC_JOB, f"2:3:notified:{program}"),
+        options="--wait --output=out",
+    )
+    (tmp_path / "job.sh").write_text(script.text())
+    done = subprocess.run(["sbatch", "job.sh"], cwd=tmp_path, check=False, timeout=LIMIT_S)
+    text = (tmp_path / "out").read_text()
+    assert done.returncode == 0, text
+    assert "host n2 is gone: its agent" in text
+    assert digests_in(text) == undisturbed, text
