@@ -52,6 +52,17 @@ def test_what_is_killed_costs_no_step_and_no_bit(lab, tmp_path, undisturbed, dea
     assert _digests(found.out) == undisturbed, found.text
 
 
+def test_a_spare_that_cannot_reach_its_launcher_costs_no_step_and_no_bit(
+    lab, tmp_path, undisturbed
+):
+    hosts = lab(2)
+    options = ("-H", "a:2,b:1", "--spares", "1", "--restarts", "0", *OPTIONS)
+    found = hosts.run(*options, JOB, "3:cut:600", "2:3", cwd=tmp_path)
+    assert found.code == 0, found.text
+    assert "epoch 1: ranks 0, 1 go on" in found.text
+    assert _digests(found.out) == undisturbed, found.text
+
+
 def _wait_until(is_so: Callable[[], bool]) -> None:
     deadline_s = time.monotonic() + 100
     while not is_so() and time.monotonic() < deadline_s:

@@ -6,6 +6,8 @@ of that step, or `RANK:STEP:update` in its update; `RANK:STEP:parent` kills what
 `RANK:STEP:wait` waits until the launcher has named it, `RANK:STEP:stuck` waits with a child for
 good, `RANK:STEP:drain` asks what has started it to end, `RANK:STEP:kill:PID` kills another process,
 `RANK:STEP:notified:PROGRAM` runs a program and waits for the notice that it causes,
+`RANK:STEP:read:FIFO` waits for a byte, `RANK:cut:SECONDS` leaves all networks (as root) and tries so
+long to reach the launcher,
 and `RANK:STEP:host` kills all processes of its network namespace. `RANK:agreed` dies when it has
 agreed on a last epoch. SAVES names a directory for checkpoints, SAVES_EVERY the number of steps
 between two of them.
@@ -13,6 +15,7 @@ between two of them.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import signal
@@ -22,6 +25,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from types import FrameType
 
 import torch
@@ -33,6 +37,7 @@ import braid
 from braid.runtime.rendezvous import membership
 
 NOTICE_LIMIT_S = 60.0
+CLONE_NEWNET = 0x40000000
 
 
 class Noise(torch.utils.data.Dataset):
@@ -55,11 +60,15 @@ def strike(number: int, step: int, deaths: set[tuple[str, ...]]) -> None:
         subprocess.Popen(["sleep", "600"], start_new_session=True)
     while deaths & {(*here, "parent"), (*here, "stuck")}:
         signal.pause()
-    for *point, argument in deaths:
+    for *point, argument in tuple(deaths):
         if point == [*here, "kill"]:
             os.kill(int(argument), signal.SIGKILL)
         if point == [*here, "notified"]:
             wait_for_notice(argument)
+        if point == [*here, "read"]:
+            deaths.remove((*here, "read", argument))  # also if the rank computes several shards
+            with Path(argument).open("rb", buffering=0) as fifo:
+                fifo.read(1)
     if (*here, "host") in deaths:
         kill_host()
 
@@ -75,6 +84,12 @@ def wait_for_notice(program: str) -> None:
     signal.signal(signal.SIGTERM, on_signal)
     subprocess.run([program, str(os.getppid())], check=True)
     assert is_notified.wait(NOTICE_LIMIT_S)
+
+
+def cut_off() -> None:
+    """Move this process into a network namespace without interfaces."""
+    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "unshare")
 
 
 def kill_host() -> None:
@@ -99,7 +114,10 @@ def main() -> None:
     if (str(number), "agreed") in deaths:
         membership.agree_on_last_epoch = partial(agree_and_die, membership.agree_on_last_epoch)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
-    braid.init()
+    cut_s = [float(seconds) for *point, seconds in deaths if point == [str(number), "cut"]]
+    if cut_s:
+        cut_off()
+    braid.init(timeout_s=max(cut_s, default=600.0))
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 1)

@@ -8,12 +8,14 @@ import random
 import re
 import signal
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from braid.launch import JobSpec, QuietConsole, Supervisor
 from braid.launch.process.job import ElasticLimits
+from braid.launch.supervise import member_driver
 
 pytestmark = [pytest.mark.procs, pytest.mark.launcher]
 JOB = str(Path(__file__).with_name("elastic_job.py"))
@@ -106,6 +108,47 @@ def test_killed_ranks_cost_no_step_and_no_bit(tmp_path, undisturbed, deaths, lim
     for rank in lost:
         assert any(f"rank {rank} (pid " in text and "without it" in text for text in notices)
     assert any(text.startswith("epoch 1: ranks ") for text in notices)
+
+
+class ResumingConsole(WakingConsole):
+    """Console that writes a byte to a FIFO when the launcher prints `text` about rank 2."""
+
+    def __init__(self, text: str, fifo: Path) -> None:
+        super().__init__()
+        os.mkfifo(fifo)
+        self._text = text
+        self._fifo = fifo.open("r+b", buffering=0)  # does not wait for a reader
+
+    def close(self) -> None:
+        """Close the FIFO."""
+        self._fifo.close()
+
+    def notice(self, text: str) -> None:
+        super().notice(text)
+        if self._text in text and text.startswith("rank 2 "):
+            self._fifo.write(b"1")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to take a rank off all networks")
+@pytest.mark.parametrize(
+    ("limit_s", "named"),
+    [
+        (600, "is not ready to train 1 s after its start"),
+        pytest.param(
+            1, "raised RendezvousError: no braid process answered at", marks=pytest.mark.proof
+        ),
+    ],
+    ids=["tries", "fails"],
+)
+def test_a_spare_that_cannot_reach_its_launcher_is_named_and_costs_nothing(
+    tmp_path, undisturbed, limit_s, named, monkeypatch
+):
+    monkeypatch.setattr(member_driver, "JOIN_NOTICE_NS", 1_000_000_000)
+    faults = f"2:cut:{limit_s} 0:3:read:{tmp_path / 'fifo'} 1:5"
+    with closing(ResumingConsole(named, tmp_path / "fifo")) as console:
+        outcome, ends, notices = _run(tmp_path, faults, 2, console=console, spares=1, restarts=0)
+    assert outcome.ok, f"{notices}: {outcome}"
+    assert ends == {0: undisturbed}
 
 
 @pytest.mark.proof
