@@ -77,6 +77,7 @@ LAUNCHING = (
     "world/test_elastic_runs.py",
     "world/test_fork_server.py",
     "world/test_horovod_elastic_runs.py",
+    "world/test_hostfile_slots.py",
     "world/test_leave_horovod.py",
     "world/test_membership.py",
     "world/test_observe.py",

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from braid.compat.horovod.launcher.check_build import build_table
 from braid.compat.horovod.launcher.config_file import with_config
-from braid.compat.horovod.launcher.elastic_plan import hosts_of_script, used_slots
+from braid.compat.horovod.launcher.elastic_plan import hosts_of_script
 from braid.compat.horovod.launcher.flags import Flags, help_text, parse_flags
 from braid.compat.horovod.launcher.job_plan import (
     Launch,
@@ -24,6 +24,7 @@ from braid.compat.horovod.launcher.options import BY_NAME, GROUPS
 from braid.compat.horovod.variables import VARIABLES, WITHOUT_MEANING
 from braid.errors import ConfigError
 from braid.launch import RANK_VARIABLES, Host, Hosts, JobSpec
+from braid.launch.cluster.rank_assignment import used_slots
 from braid.launch.engines.options import EngineOptions
 from braid.launch.process.job import ElasticLimits
 
@@ -61,7 +62,7 @@ def test_elastic_options_are_limits_of_a_run_on_this_host(words, slots, num_rank
     is_open = "script" in words
     limits = ElasticLimits(min_ranks=least, max_ranks=most, restarts=0, gains_slots=is_open)
     assert found.job.elastic == limits
-    again = f"-n {num_ranks} --min-ranks {least} --max-ranks {most} --restarts 0 train.py"
+    again = f"-n {num_ranks} --min-ranks {least} --restarts 0 train.py"
     assert str(found) == f"braid run {again}"
 
 
@@ -72,7 +73,7 @@ def test_elastic_options_are_limits_of_a_run_on_several_hosts():
     assert found.hosts is not None
     assert (found.hosts.hosts, found.hosts.num_ranks) == ((hosts[0], hosts[2]), 4)
     assert str(found) == (
-        "braid run -n 4 -H far:2,localhost:3 --min-ranks 2 --max-ranks 4 --restarts 0 train.py"
+        "braid run -n 4 -H far:2,localhost:3 --min-ranks 2 --restarts 0 train.py"
     )
 
 

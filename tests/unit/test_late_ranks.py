@@ -190,6 +190,33 @@ def test_ranks_take_free_slots_of_hosts_and_the_newest_leave_a_host_with_fewer()
     assert start(5) == ("b", 1, "newcomer"), "the place of the rank that was dismissed"
 
 
+def test_ranks_of_a_lost_host_use_up_no_restarts_and_spares_need_no_slot():
+    run, slots, starts = Run(), Slots(a=1, b=2), []
+    limits = ElasticLimits(min_ranks=1, max_ranks=4, spares=1, restarts=3)
+    driver = MemberDriver(JobSpec(command=("x",), num_ranks=3), limits, run, VirtualClock(), slots)  # type: ignore[arg-type]
+    run.start_another = lambda: starts.append(1)  # type: ignore[attr-defined]
+    run.dismiss = lambda _: None  # type: ignore[attr-defined]
+    for rank in range(4):
+        place, role = driver.take_place(rank)
+        host = driver.host_of(rank)
+        run.ranks[rank] = SimpleNamespace(
+            rank=rank, host=host, send=lambda _: None, name="", last_events=lambda: ""
+        )
+        driver.started(rank)
+        driver.received(run.ranks[rank], Ready(-1, -1))
+    assert (host, place, role) == ("a", 1, "newcomer")
+    driver.poll()
+    assert driver.state.members == (0, 1, 2)
+    assert not starts
+    slots.hosts = {"a": 1}
+    for rank in (1, 2):
+        driver.ended(rank, has_finished=False, was_dismissed=False)
+    assert (starts, driver.state.restarts_left) == ([], 3)
+    driver.received(run.ranks[0], Ready(0, 1))
+    assert driver.state.members == (0,)
+    assert driver.state.alive == {0, 3}, "the spare waits beside the only slot"
+
+
 def test_a_replacing_process_has_the_rank_of_the_lost_one():
     launched = JobEnvironment(rank=7, world_size=4, replaces=2, run_id="r", launched_by="braid")
     launched = replace(launched, store_address="unix:@x", secret_fd=3, events_fd=4, stacks_fd=5)

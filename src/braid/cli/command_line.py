@@ -170,8 +170,8 @@ def run(
 
     Args:
         command: Script and its arguments: everything after SCRIPT belongs to it.
-        n: Number of ranks (default: 1); with -H on all hosts (default: all slots), with --nnodes on
-            this host.
+        n: Number of ranks (default: --max-ranks, or 1); with -H on all hosts (default: all slots),
+            with --nnodes on this host.
         module: SCRIPT is the name of a Python module.
         no_python: SCRIPT is a program of any kind.
         port: MASTER_PORT for torch.distributed, or auto.
@@ -180,7 +180,7 @@ def run(
         roles: Roles of ranks, and ranks that may be lost.
     """
     from braid.cli.commands.several_hosts import choose_where, run_on
-    from braid.launch import JobSpec, Supervisor, TerminalConsole
+    from braid.launch import Hosts, JobSpec, Supervisor, TerminalConsole
     from braid.runtime.variables import NO_FRAME_MAC
 
     if module and no_python:
@@ -193,7 +193,17 @@ def run(
         msg = f"--port must be auto or a number, got {port!r}"
         raise ConfigError(msg)
     n = roles.num_ranks(n)
+    if n is None and (on.on or not on.hostfile):
+        n = roles.max_ranks or None
     where, repeated = choose_where(on, n)
+    can_grow = isinstance(where, Hosts) and where.hostfile
+    if n is not None and n < roles.max_ranks and not can_grow:
+        msg = (
+            f"--max-ranks {roles.max_ranks} is more than -n {n}, and no further hosts or slots can "
+            "come: name them in a file with --hostfile, which is read again during the run, or "
+            "leave --max-ranks out"
+        )
+        raise ConfigError(msg)
     if roles.words:
         repeated = (*(repeated or ("-n", str(1 if n is None else n))), *roles.words)
     job = JobSpec(

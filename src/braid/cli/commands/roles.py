@@ -38,8 +38,8 @@ class Roles:
         on_worker_loss: Policy for a worker that dies: fail, wait for a new process with its number,
             or shrink to the remaining workers.
         min_ranks: Smallest number of ranks with which `braid.elastic` continues (default: all).
-        max_ranks: Largest number of ranks of `braid.elastic` if the run gains slots, as from
-            horovodrun's discovery of hosts (default: -n). Spares do not add to the ranks.
+        max_ranks: Largest number of ranks that train with `braid.elastic` (default: -n). A run with
+            --hostfile reads the file again, and takes hosts and slots that are added to it.
         restarts: Largest number of processes that replace dead ranks: any rank with --min-ranks
             (default: 3); else workers, servers with replicas and ranks of expendable roles
             (default: 0).

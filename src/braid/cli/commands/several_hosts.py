@@ -6,11 +6,11 @@ import os
 import shlex
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from braid.cli.commands.host_options import HostOptions
 from braid.errors import ConfigError
-from braid.launch import Console, Host, Hosts, JobSpec, Nodes, parse_hostfile, parse_hosts
+from braid.launch import Console, Hosts, JobSpec, Nodes, parse_hosts
+from braid.launch.cluster.hostfile_slots import read_hostfile
 from braid.launch.cluster.remote_shell import DEFAULT_RSH
 from braid.launch.engines.options import EngineOptions
 from braid.runtime.rendezvous.meeting import MeetingPoint
@@ -121,7 +121,8 @@ def _refuse_contradictions(
 def _hosts(options: HostOptions, num_ranks: int | None) -> Hosts:
     limit_s = options.rdzv_timeout
     return Hosts(
-        hosts=parse_hosts(options.hosts) if options.hosts else _read_hostfile(options.hostfile),
+        hosts=parse_hosts(options.hosts) if options.hosts else read_hostfile(options.hostfile),
+        hostfile=options.hostfile,
         num_ranks=num_ranks,
         rsh=options.rsh or DEFAULT_RSH,
         remote_python=options.remote_python,
@@ -170,7 +171,7 @@ def _engine(
     if (o.hosts or o.hostfile) and o.on != "mpi":
         msg = f"--on {o.on} chooses the nodes itself: leave -H and --hostfile out"
         raise ConfigError(msg)
-    hosts = _read_hostfile(o.hostfile) if o.hostfile else ()
+    hosts = read_hostfile(o.hostfile) if o.hostfile else ()
     hosts = parse_hosts(o.hosts) if o.hosts else hosts
     try:
         words = tuple(shlex.split(o.engine_options))
@@ -200,13 +201,3 @@ def _engine(
 
 def _listed(text: str) -> tuple[str, ...]:
     return tuple(filter(None, text.split(",")))
-
-
-def _read_hostfile(name: str) -> tuple[Host, ...]:
-    try:
-        text = Path(name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as exc:
-        why = exc.strerror if isinstance(exc, OSError) else "it is not a text file"
-        msg = f"the file that names hosts, {name}, cannot be read: {why}"
-        raise ConfigError(msg) from exc
-    return parse_hostfile(text, name)

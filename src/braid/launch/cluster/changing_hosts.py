@@ -43,8 +43,6 @@ class ChangingHosts(AbstractContextManager["ChangingHosts"]):
         clock: Time source.
         notice: Shows a text to the user.
 
-    Attributes:
-        hosts: Slots of the hosts that are ready for ranks.
     """
 
     def __init__(
@@ -69,7 +67,13 @@ class ChangingHosts(AbstractContextManager["ChangingHosts"]):
         _, problem = source.poll()  # hosts that could not be gathered at the start are lost
         if problem:
             notice(problem)
-        self.hosts: Mapping[str, int] = self._usable()
+        self._hosts = self.hosts  # as `poll` has reported them
+
+    @property
+    def hosts(self) -> Mapping[str, int]:
+        """Slots of the hosts that are ready for ranks."""
+        slots = self._source.hosts
+        return {host: slots[host] for host in slots if self._backend.has_agent(host)}
 
     @property
     def deadline_ns(self) -> int:
@@ -82,8 +86,8 @@ class ChangingHosts(AbstractContextManager["ChangingHosts"]):
         self._source.lost(host, is_gone=is_gone)
 
     def poll(self) -> tuple[bool, str]:
-        """Update `hosts` without blocking; return whether they have changed, and a notice."""
-        for host in self.hosts.keys() & self._source.hosts.keys():
+        """Look for changes without blocking; return whether `hosts` has changed, and a notice."""
+        for host in self._hosts.keys() & self._source.hosts.keys():
             if not self._backend.has_agent(host):
                 self._source.lost(host, is_gone=True)
         has_changed, notice = self._source.poll()
@@ -96,14 +100,10 @@ class ChangingHosts(AbstractContextManager["ChangingHosts"]):
                 self._end_gathering(host)
         for host in self._backend.release({*self._source.hosts, *self._coming}):
             self._notice(f"host {host} has left the run")
-        usable = self._usable()
-        has_changed |= usable != self.hosts
-        self.hosts = usable
+        hosts = self.hosts
+        has_changed |= hosts != self._hosts
+        self._hosts = hosts
         return has_changed, notice
-
-    def _usable(self) -> dict[str, int]:
-        slots = self._source.hosts
-        return {host: slots[host] for host in slots if self._backend.has_agent(host)}
 
     def _gather(self, host: Host) -> None:
         try:

@@ -76,10 +76,12 @@ class Hosts(JobHosts):
     Attributes:
         rsh: Command that runs a program on a host; see `RshPlacement`.
         remote_python: Command of the interpreter on the hosts; the launcher's path when empty.
+        hostfile: File that names the hosts; an elastic run with `max_ranks` reads it again.
     """
 
     rsh: str = DEFAULT_RSH
     remote_python: str = ""
+    hostfile: str = ""
 
     def placement(self, host: Host) -> Placement:
         """Return the way to start an agent on a host; on this host, without `rsh` by default."""

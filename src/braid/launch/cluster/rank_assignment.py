@@ -13,12 +13,12 @@ host, so that consecutive ranks share memory.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from braid.errors import ConfigError
 
-__all__ = ["Host", "RankPlace", "assign", "parse_hostfile", "parse_hosts"]
+__all__ = ["Host", "RankPlace", "assign", "parse_hostfile", "parse_hosts", "used_slots"]
 
 # user@name, an IPv4 address, or an IPv6 address in brackets; never an option of the remote shell
 NAME = re.compile(r"(?:[\w.+][\w.+-]*@)?(?:\[[0-9A-Fa-f:.%\w]+\]|\w[\w.-]*)", re.ASCII)
@@ -117,6 +117,31 @@ def assign(hosts: Sequence[Host], num_ranks: int | None = None) -> tuple[RankPla
         size = min(host.slots, wanted - len(places))
         places += [RankPlace(len(places) + local, node, local, size) for local in range(size)]
     return tuple(places)
+
+
+def used_slots(
+    listed: Mapping[str, int],
+    blocked: Mapping[str, int],
+    current: Mapping[str, int],
+    max_ranks: int,
+) -> dict[str, int]:
+    """Return the slots that ranks may use, by host.
+
+    Args:
+        listed: Slots by host; the name of this host is empty in a run without agents.
+        blocked: Blocked slots by host.
+        current: Slots that ranks use now, which come first so that ranks stay where they are.
+        max_ranks: Maximum number of slots.
+    """
+    used: dict[str, int] = {}
+    for source in (current, listed):
+        for host, num_wanted in source.items():
+            num_free = listed.get(host, 0) - blocked.get(host, 0)
+            room = max_ranks - sum(used.values()) + used.get(host, 0)
+            number = min(num_wanted, num_free, room)
+            if number > used.get(host, 0):
+                used[host] = number
+    return used
 
 
 def _item(item: str, where: str, problems: list[str]) -> Host:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from braid.errors import ConfigError
 from braid.launch.cluster.changing_hosts import ChangingHosts
 from braid.launch.cluster.host_rendezvous import HostRendezvous
+from braid.launch.cluster.hostfile_slots import HostfileSlots
 from braid.launch.cluster.join import INSECURE_WARNING, join_first_node, open_join_listener
 from braid.launch.cluster.join_listener import JoinListener
 from braid.launch.cluster.options import EngineHosts, Hosts, Nodes
@@ -45,7 +46,8 @@ class HostsSupervisor:
         Args:
             job: Job to run; `hosts` determines its number of ranks.
             hosts: Hosts of the job.
-            slots: Source of the hosts of an elastic run; None if the hosts are fixed.
+            slots: Source of the hosts of an elastic run; None if the hosts are fixed, or come from
+                `hosts.hostfile` in a run with `max_ranks`.
 
         Returns:
             Outcome of the run; failures of ranks and losses of hosts are outcomes, not exceptions.
@@ -54,6 +56,12 @@ class HostsSupervisor:
             ConfigError: A host cannot take part; the message names all such hosts, and no process
                 is left running. With `slots`, only if the other hosts have too few slots.
         """
+        if slots is None and hosts.hostfile and job.elastic is not None and job.elastic.max_ranks:
+            most = job.elastic.max_ranks
+            num_slots = sum(host.slots for host in hosts.hosts)
+            num_ranks = hosts.num_ranks or min(num_slots, most)
+            hosts = replace(hosts, num_ranks=num_ranks)
+            slots = HostfileSlots(hosts.hostfile, num_ranks, most, self._clock)
         with SignalInbox() as inbox:
             if slots is not None:
                 return self._run_elastic(job, hosts, slots, inbox)

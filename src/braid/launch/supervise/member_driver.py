@@ -99,6 +99,7 @@ class MemberDriver:
         self._slots = slots
         self._places = list(range(job.num_ranks + limits.spares))  # that no process has
         self._lost_roles: list[int] = []  # places that new processes take, in the order of losses
+        self._num_spares = limits.spares
         self._place_of: dict[int, int] = {}
         self._host_of: dict[int, str] = {}  # in a run with a source of slots
         self._has_roles = bool(job.expendable)
@@ -127,13 +128,7 @@ class MemberDriver:
         if notice:
             self._run.journal.notice(notice)
         if has_changed:
-            hosts = self._slots.hosts
-            leaving = [
-                rank
-                for host, ranks in self._ranks_by_host().items()
-                for rank in ranks[hosts.get(host, 0) :]
-            ]
-            self._execute(self.state.slots(sum(hosts.values()), leaving))
+            self._update_slots(self._slots.hosts)
 
     def take_place(self, rank: int) -> tuple[int, str]:
         """Return the place of a rank to be started, on its `host_of`, and its role in the run."""
@@ -199,7 +194,10 @@ class MemberDriver:
         if not self._has_roles:
             self._free_place(rank)
         if self._slots is not None and not has_finished and not was_dismissed:
-            self._slots.lost(self._run.ranks[rank].host)
+            host = self._run.ranks[rank].host
+            self._slots.lost(host)
+            if host not in self._slots.hosts:  # no other rank can take its slot there
+                self._update_slots(self._slots.hosts)
         if has_finished and rank in self._needed:
             self._needed.remove(rank)
             if not self._needed:
@@ -277,6 +275,16 @@ class MemberDriver:
                     "start: does its program still prepare, or can it not reach the launcher?"
                     f"{' It was last seen ' * bool(inside)}{inside}"
                 )
+
+    def _update_slots(self, hosts: Mapping[str, int]) -> None:
+        """Change the number of ranks to the slots of all hosts; spares need no slot."""
+        leaving, num_spares = [], self._num_spares
+        for host, ranks in self._ranks_by_host().items():
+            for rank in ranks[hosts.get(host, 0) :]:
+                is_spare = host in hosts and rank not in self.state.members and num_spares > 0
+                num_spares -= is_spare
+                leaving += [] if is_spare else [rank]
+        self._execute(self.state.slots(sum(hosts.values()), leaving))
 
     def _take_slot(self, rank: int, hosts: Mapping[str, int]) -> tuple[int, str]:
         """Return the first free slot for a rank, as its local rank, and its role in the run."""

@@ -10,7 +10,7 @@ cool-down range. If it is the only host, only the slot of the rank is blocked.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from braid.compat.horovod.launcher.flags import Flags
@@ -25,7 +25,6 @@ __all__ = [
     "elastic_plan",
     "hosts_of_script",
     "local_slots",
-    "used_slots",
     "wants_elastic",
 ]
 
@@ -62,7 +61,6 @@ class ElasticPlan:
         """The limits as options of `braid run`."""
         values = {
             "--min-ranks": self.limits.min_ranks,
-            "--max-ranks": self.limits.max_ranks,
             "--restarts": self.limits.restarts,
         }
         return tuple(word for name, value in values.items() for word in (name, str(value)))
@@ -178,31 +176,6 @@ def local_slots(hosts: Sequence[Host], is_here: Callable[[str], bool]) -> int:
         )
         raise ConfigError(msg)
     return sum(host.slots for host in hosts)
-
-
-def used_slots(
-    listed: Mapping[str, int],
-    blocked: Mapping[str, int],
-    current: Mapping[str, int],
-    max_ranks: int,
-) -> dict[str, int]:
-    """Return the slots that ranks may use, by host.
-
-    Args:
-        listed: Slots by host; the name of this host is empty in a run without agents.
-        blocked: Blocked slots by host.
-        current: Slots that ranks use now, which come first so that ranks stay where they are.
-        max_ranks: Maximum number of slots.
-    """
-    used: dict[str, int] = {}
-    for source in (current, listed):
-        for host, num_wanted in source.items():
-            num_free = listed.get(host, 0) - blocked.get(host, 0)
-            room = max_ranks - sum(used.values()) + used.get(host, 0)
-            number = min(num_wanted, num_free, room)
-            if number > used.get(host, 0):
-                used[host] = number
-    return used
 
 
 def _count(flags: Flags, name: str, problems: list[str]) -> int:

@@ -24,10 +24,10 @@ from braid.compat.horovod.launcher.elastic_plan import (
     ElasticPlan,
     hosts_of_script,
     local_slots,
-    used_slots,
 )
 from braid.errors import ConfigError
 from braid.launch import Host
+from braid.launch.cluster.rank_assignment import used_slots
 from braid.launch.cluster.remote_shell import is_here
 from braid.launch.process.job import MAX_RANKS
 from braid.runtime.clock import Clock, MonotonicClock
