@@ -72,9 +72,7 @@ def test_elastic_options_are_limits_of_a_run_on_several_hosts():
     found = planned(*line.split(), hosts=hosts)
     assert found.hosts is not None
     assert (found.hosts.hosts, found.hosts.num_ranks) == ((hosts[0], hosts[2]), 4)
-    assert str(found) == (
-        "braid run -n 4 -H far:2,localhost:3 --min-ranks 2 --restarts 0 train.py"
-    )
+    assert str(found) == ("braid run -n 4 -H far:2,localhost:3 --min-ranks 2 --restarts 0 train.py")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import Counter
 from dataclasses import dataclass, field
@@ -453,8 +454,10 @@ class _Run:
     def kill(self) -> None:
         """Kill a process, cut it off from the launcher, or ask it to leave."""
         rank = self.rng.choice(self.alive)
-        is_single = all(kind != "lost" for kind, *_ in self.mail)  # one more could end the run
-        if is_single and self.state.can_lose(rank):
+        later = copy.deepcopy(self.state)  # when the losses that are under way have arrived
+        under_way = {r for kind, r, *_ in self.mail if kind == "lost"} - self.known
+        if all(later.can_lose(r) and [later.lost(r)] for r in (*sorted(under_way), rank)):
+            self.seen["several losses under way"] += bool(under_way)
             self.lost.add(rank)
             self.send("lost", rank)
 
@@ -562,6 +565,7 @@ def test_simulated_runs_have_late_and_doubled_events_of_all_kinds():
         "ready of a lost one",
         "ready of an earlier epoch",
         "loss after all were ready",
+        "several losses under way",
         "dismissed",
         "stayed",
         "finished",
