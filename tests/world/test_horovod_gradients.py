@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -290,6 +291,33 @@ def _crossed(group: Group) -> list[Any]:
 
 def test_gradients_travel_while_a_rank_waits_for_something_else(procs):
     assert procs(3, _crossed, timeout_s=20.0) == [[[[6.0]], [[6.0]]]] * 3
+
+
+def _scheduled(group: Group, differ: bool) -> list[str]:
+    """Rank 2 reduces the rate after the second step, and has no batch for the last one."""
+    with horovod(group), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        params = [zeros(3)]
+        optimizer = summing(params)
+        for step in range(5):
+            if step == 4 and hvd.rank() == 2:
+                break
+            backward(params)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1 and (hvd.rank() == 2 or not differ):
+                optimizer.param_groups[0]["lr"] = 0.5
+        hvd.join()
+        return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("differ", [False, True])
+def test_a_rate_that_differs_between_ranks_is_named_once(procs, differ):
+    found = procs(3, _scheduled, differ)
+    assert [len(texts) for texts in found] == [int(differ)] * 3
+    for rank, texts in enumerate(found):
+        rate = 0.5 if rank == 2 else 1.0
+        assert all(f"rank {rank} of the process set has {{'lr': {rate}," in t for t in texts)
 
 
 def _ended(group: Group) -> str:

@@ -26,6 +26,7 @@ from braid.compat.horovod.torch.compression import Compressor, NoneCompressor
 from braid.compat.horovod.torch.handles import Pending, synchronize
 from braid.compat.horovod.torch.operations import request, sparse_allreduce_async
 from braid.compat.horovod.torch.reductions import ReduceOp, engine_op
+from braid.compat.horovod.torch.same_settings import SameSettings
 from braid.compat.horovod.torch.shared_grads import SharedGrad, SharedGrads
 from braid.errors import CommError, StaleError, below, raise_all
 from braid.parallel.gradients import GradientHooks, ParamTable
@@ -60,6 +61,7 @@ class GradientReduction(GradientListener):
         sparse_as_dense: Whether to reduce sparse gradients as dense ones, and return sparse ones.
         process_set: Ranks that take part.
         only_sparse: Whether the optimizer accepts only sparse gradients.
+        settings: Comparison of the optimizer's settings, in each step of several ranks.
 
     The first gradient of a parameter shows whether its gradients are sparse. A rank without a
     gradient assumes that they are dense. If another rank has a sparse one, it refuses that, and the
@@ -85,6 +87,7 @@ class GradientReduction(GradientListener):
         groups: Sequence[Sequence[nn.Parameter]],
         sparse_as_dense: bool,
         process_set: ProcessSet,
+        settings: SameSettings,
         only_sparse: bool = False,
     ) -> None:
         self.names = names
@@ -97,6 +100,7 @@ class GradientReduction(GradientListener):
         # parameters with results that are converted back to sparse
         self._restored = set(names if only_sparse and sparse_as_dense else ())
         self.process_set = process_set
+        self._settings = settings
         self._groups = {param: tuple(group) for group in groups for param in group}
         self.passes = 1
         self._left: dict[nn.Parameter, int] = {}
@@ -126,6 +130,8 @@ class GradientReduction(GradientListener):
 
     def _use_engine(self, engine: Fusion) -> None:
         """Allocate gradients for this engine; hvd.init() after hvd.shutdown() creates a new one."""
+        if engine is not self._engine:
+            self._settings.forget()
         self._engine = engine
         if self._compression is NoneCompressor and (
             self._shared is None or self._shared.engine is not engine
@@ -323,6 +329,8 @@ class GradientReduction(GradientListener):
                         self._mark_ready(param)
                 self.flush()
             self._wait()
+            if self.process_set.size() > 1:
+                self._settings.compare()
         finally:
             self._forget()
         self.is_synchronized = True

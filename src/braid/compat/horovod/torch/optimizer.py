@@ -22,6 +22,7 @@ from braid.compat.horovod.torch.compression import Compression, Compressor
 from braid.compat.horovod.torch.gradient_reduction import TOO_EARLY, GradientReduction
 from braid.compat.horovod.torch.named import named_groups, named_of
 from braid.compat.horovod.torch.reductions import Adasum, Average, ReduceOp
+from braid.compat.horovod.torch.same_settings import SameSettings
 from braid.errors import ConfigError
 from braid.parallel.gradients.optimizer_in_place import ChangedOptimizer, change_in_place
 
@@ -95,6 +96,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         sparse_as_dense=sparse_as_dense,
         process_set=process_set,
         only_sparse=isinstance(optimizer, torch.optim.SparseAdam),
+        settings=SameSettings(optimizer, f"settings.{next(iter(names.values()))}", process_set),
     )
     reduction.set_passes(backward_passes_per_step)
     change_in_place(optimizer, _Methods, _reduction=reduction, **attributes)
