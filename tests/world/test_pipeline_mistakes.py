@@ -235,6 +235,25 @@ def test_a_failure_is_named_in_the_other_replicas_too(procs):
         assert "rank 3 failed in layer 1 (Fails), F of stage 1 in micro-batch 0: KeyError" in said
 
 
+def _no_batch(group: Group) -> list[str]:
+    said = []
+    for call in ("evaluate", "predict"):
+        pipeline = make(group.split(0), [linear(WIDTH, WIDTH), nn.Tanh()])
+        batch, target = batch_of() if group.rank else ("nothing", None)
+        run = partial(pipeline.predict, batch)
+        if call == "evaluate":
+            run = partial(pipeline.evaluate, batch, target, loss=mse)
+        said.append(said_by(run, (ConfigError, CommError)))
+        group.barrier()  # nobody has left
+    return said
+
+
+def test_a_batch_that_one_rank_cannot_read_is_an_error_on_all_ranks(world):
+    first, second = world(2, _no_batch)
+    for text, here, call in zip(second, first, ("an evaluation", "a prediction"), strict=True):
+        assert f"rank 0 failed in {call}: {here}" in text
+
+
 def _saves(group: Group, directory: str) -> list[str]:
     pipeline = make(group, [linear(WIDTH, WIDTH), linear(WIDTH, WIDTH)])
     divided = nn.Sequential(OrderedDict(up=linear(WIDTH, WIDTH), down=linear(WIDTH, WIDTH)))

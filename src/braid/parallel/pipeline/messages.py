@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -27,13 +27,13 @@ import torch
 
 from braid.comm import Group, Work
 from braid.comm.autograd.nested import TensorPlace, flatten, unflatten
-from braid.errors import ConfigError
+from braid.errors import CommError, ConfigError
 from braid.parallel.pipeline.memory_order import as_in_memory
 from braid.parallel.pipeline.sent_structure import SentSpec, SentStructure, read_structure
 from braid.runtime.torch_internals import version_of
 from braid.types import text_digest
 
-__all__ = ["Carrier", "Messages"]
+__all__ = ["Carrier", "Messages", "failing_together"]
 
 DIGEST_MASK = (1 << 62) - 1
 HEADER_BYTES = 16
@@ -79,6 +79,24 @@ class Carrier(Protocol):
 
     def pass_on(self, text: str) -> None:
         """Forward an error that another rank has reported, to all ranks of this rank's groups."""
+
+
+@contextmanager
+def failing_together(carrier: Carrier, call: str) -> Iterator[None]:
+    """Make an error on this rank an error on all ranks, which would wait for this rank.
+
+    Args:
+        carrier: Carrier of the pipeline's messages.
+        call: The call in words, for the other ranks' error.
+    """
+    try:
+        yield
+    except CommError as exc:
+        carrier.pass_on(str(exc))
+        raise
+    except BaseException as exc:
+        carrier.abort(f"failed in {call}: {type(exc).__name__}: {exc}")
+        raise
 
 
 class _Layout(NamedTuple):

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from braid.comm import Group
 from braid.comm.autograd.nested import tensors_in
 from braid.comm.autograd.recompute_policy import RecomputePolicy
-from braid.errors import CommError, ConfigError, raise_all
+from braid.errors import ConfigError, raise_all
 from braid.parallel.gradients.exact_norm import clip_counted_
 from braid.parallel.gradients.incomplete import PartOfModel, note_incomplete
 from braid.parallel.graph import CapturedGraph
@@ -41,7 +41,7 @@ from braid.parallel.pipeline.cutting import (
 )
 from braid.parallel.pipeline.deferred_batch_norm import commit_batch_norms
 from braid.parallel.pipeline.executor import Executor
-from braid.parallel.pipeline.messages import Messages
+from braid.parallel.pipeline.messages import Messages, failing_together
 from braid.parallel.pipeline.micro_losses import Loss, LossWarnings, LossWeight, MicroLosses
 from braid.parallel.pipeline.microbatches import gather, num_rows, scatter, sizes_of
 from braid.parallel.pipeline.other_layers import OtherLayers
@@ -269,14 +269,8 @@ class Pipeline(nn.Module):
         Cost: per stage and micro-batch two messages with the bytes between stages; an all_gather
             and a broadcast of 8 bytes; in some steps, an all_gather of 48 bytes.
         """
-        try:
+        with failing_together(self._messages, "a step"):
             return self._step(batch, target, loss, loss_weight)
-        except CommError as exc:
-            self._messages.pass_on(str(exc))
-            raise
-        except BaseException as exc:
-            self._messages.abort(f"failed in a step: {type(exc).__name__}: {exc}")
-            raise
 
     def _step(
         self, batch: Any, target: Any, loss: Loss, loss_weight: LossWeight | None
@@ -379,13 +373,15 @@ class Pipeline(nn.Module):
     ) -> torch.Tensor:
         """Return the mean loss of a batch, on all ranks, without gradients; see `step`."""
         # memory for messages must be usable by threads that are not in inference mode
-        with torch.inference_mode(mode=False), torch.no_grad():
+        usual = torch.inference_mode(mode=False)
+        with failing_together(self._messages, "an evaluation"), usual, torch.no_grad():
             losses = self._run(batch, target, loss, loss_weight, trains=False)
             return self._replicas.sum_of(self._sum_of(losses))
 
     def predict(self, batch: Any) -> Any:
         """Return the output of a batch on the rank of the last stage, and None on other ranks."""
-        with torch.inference_mode(mode=False), torch.no_grad():
+        usual = torch.inference_mode(mode=False)
+        with failing_together(self._messages, "a prediction"), usual, torch.no_grad():
             outputs = self._run(batch, None, None, None, trains=False)
         return gather([outputs[i] for i in sorted(outputs)]) if outputs else None
 

@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 
 from braid.comm import Group
 from braid.comm.autograd.recompute_policy import RecomputePolicy
-from braid.errors import CommError, ConfigError
+from braid.errors import ConfigError
 from braid.parallel.gradients.incomplete import note_incomplete
 from braid.parallel.gradients.weight_versions import WeightVersions
 from braid.parallel.graph import CapturedGraph
@@ -48,7 +48,7 @@ from braid.parallel.pipeline.cutting import (
     trained_params,
 )
 from braid.parallel.pipeline.executor import Executor
-from braid.parallel.pipeline.messages import Messages
+from braid.parallel.pipeline.messages import Messages, failing_together
 from braid.parallel.pipeline.microbatches import num_rows, scatter, sizes_of
 from braid.parallel.pipeline.other_layers import OtherLayers
 from braid.parallel.pipeline.recomputing import check_recompute_policy
@@ -244,17 +244,15 @@ class AsynchronousPipeline(nn.Module):
                 "number, at least 1, on all ranks"
             )
             raise ConfigError(msg)
-        try:
+        with failing_together(self._messages, "training"):
             return self._train(microbatches, count, loss, before_step)
-        except CommError as exc:
-            self._messages.pass_on(str(exc))
-            raise
-        except BaseException as exc:
-            self._messages.abort(f"failed in training: {type(exc).__name__}: {exc}")
-            raise
 
     def evaluate(self, batch: Any, target: Any, *, loss: Loss) -> torch.Tensor:
         """Return the mean loss of a batch, on all ranks, without gradients."""
+        with failing_together(self._messages, "an evaluation"):
+            return self._evaluate(batch, target, loss)
+
+    def _evaluate(self, batch: Any, target: Any, loss: Loss) -> torch.Tensor:
         rows, size = num_rows(batch), self.group.size
         sizes = sizes_of(rows, size)
         check_target(target, rows)
