@@ -13,11 +13,13 @@ import time
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 
 from braid.errors import ConfigError
 from braid.launch import Hosts, JobSpec, Outcome, QuietConsole, parse_hosts
 from braid.launch.cluster.several_hosts import HostsSupervisor
+from braid.launch.process.job import ElasticLimits
 from braid.runtime.diagnose.run_record import RunHost, RunRecord
 from support.leaks import no_leaks
 
@@ -60,6 +62,24 @@ def test_the_record_of_a_run_says_on_which_hosts_it_was(run, tmp_path):
         RunHost(name="a", address="127.0.0.1", num_ranks=1),
         RunHost(name="b", address="127.0.0.1", num_ranks=2),
     )
+
+
+@pytest.mark.parametrize("is_elastic", [False, True])
+def test_ranks_of_an_elastic_run_have_equal_numbers_of_threads(
+    run, console, monkeypatch, is_elastic
+):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    cores = min(len(os.sched_getaffinity(0)), psutil.cpu_count(logical=False) or 1)
+    chosen = [max(1, cores), max(1, cores // 2), max(1, cores // 2)]
+    outcome = run("environment", elastic=ElasticLimits(min_ranks=1) if is_elastic else None)
+    assert outcome.ok, str(outcome)
+    texts = [" ".join(lines(console, rank)) for rank in range(3)]
+    found = [int(re.search(r"OMP_NUM_THREADS=(\d+)", text)[1]) for text in texts]
+    assert found == ([min(chosen)] * 3 if is_elastic else chosen)
+    if is_elastic and len(set(chosen)) > 1:
+        assert (
+            f"OMP_NUM_THREADS={min(chosen)} (the least of {chosen[0]} (cores" in console.notices[1]
+        )
 
 
 def test_ranks_know_their_places(run, console):

@@ -275,7 +275,7 @@ class _Agent(Closing):
             self._channel.send(self._prepare(message, self._secret))
         elif self._ranks is not None:
             if isinstance(message, Start):
-                self._ranks.start(message.environment)
+                self._ranks.start(message.environment, message.num_threads)
             elif isinstance(message, SignalRequest):
                 self._ranks.signal(message)
             elif isinstance(message, StackRequest):

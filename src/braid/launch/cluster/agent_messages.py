@@ -191,9 +191,14 @@ class Start(msgspec.Struct, tag=True, frozen=True):
     """Request of the launcher to start a rank.
 
     The agent adds descriptors of its host to the rank's settings.
+
+    Attributes:
+        environment: Settings of the rank.
+        num_threads: OMP_NUM_THREADS of the rank; empty for the agent's choice.
     """
 
     environment: JobEnvironment
+    num_threads: str = ""
 
 
 class RankStarted(msgspec.Struct, tag=True, frozen=True):

@@ -108,7 +108,7 @@ class AgentRanks:
             due.append(self._clock.now_ns() + FULL_LOOK_NS)
         return min(due, default=None)
 
-    def start(self, environment: JobEnvironment) -> None:
+    def start(self, environment: JobEnvironment, num_threads: str) -> None:
         """Start a rank and report its process id, or the reason of the failure."""
         rank = environment.rank
         try:
@@ -120,7 +120,9 @@ class AgentRanks:
                     events_fd=box.events_fd,
                     stacks_fd=box.stacks_fd,
                 )
-                environ = rank_environ(self._job.environ, environment, self._num_threads)
+                environ = rank_environ(
+                    self._job.environ, environment, num_threads or self._num_threads
+                )
                 child = Child(
                     self._argv,
                     environ=environ,

@@ -230,7 +230,7 @@ class HostRendezvous(Closing):
             self._state.endpoints,
             self._places,
             max(prepared.port for prepared in self._prepared.values()),
-            self._threads(),
+            *self._threads(),
             self._where.listen,
             self._join_listener,
             self._where.starter if isinstance(self._where, EngineHosts) else None,
@@ -473,13 +473,22 @@ class HostRendezvous(Closing):
         assert isinstance(self._where, Nodes)
         return hello.slots if hello is not None and hello.slots else self._where.slots
 
-    def _threads(self) -> str:
+    def _threads(self) -> tuple[str, str]:
+        """Return OMP_NUM_THREADS of all ranks, empty if hosts choose it; and the same for the user.
+
+        The bits of a sum depend on it, and any rank of an elastic run may compute a micro-batch.
+        """
         choices = {prepared.threads for prepared in self._prepared.values()}
         if len(choices) == 1:
-            return choices.pop()
-        return ", ".join(
-            f"{self._prepared[n].threads} on {self._agents[n].name}" for n in sorted(self._prepared)
-        )
+            (text,) = choices
+        else:
+            names = {node: self._agents[node].name for node in sorted(self._prepared)}
+            text = ", ".join(f"{self._prepared[n].threads} on {name}" for n, name in names.items())
+        if self._job.elastic is None or self._job.expendable:  # ranks with roles differ anyway
+            return "", text
+        numbers = {choice.partition(" ")[0] for choice in choices}
+        least = min(numbers, key=lambda number: int(number.partition(",")[0]))
+        return least, text if len(numbers) == 1 else f"{least} (the least of {text})"
 
 
 def _key(secret: Secret) -> bytes:

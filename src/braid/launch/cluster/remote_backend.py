@@ -53,6 +53,7 @@ class HostsReady(NamedTuple):
         endpoints: Endpoint on which the agent of each host answers probes, if hosts may come later.
         places: Hosts of all ranks.
         master_port: Port that the agent of rank 0's host has reserved.
+        num_threads: OMP_NUM_THREADS of all ranks; empty if each host has chosen its own.
         threads: OMP_NUM_THREADS of the ranks, with the reason for the choice.
         listen: Address on which the store listens; empty for the launcher's address in
             `addresses`.
@@ -69,6 +70,7 @@ class HostsReady(NamedTuple):
     endpoints: Mapping[int, Endpoint]
     places: Sequence[RankPlace]
     master_port: int
+    num_threads: str
     threads: str
     listen: str
     join_listener: JoinListener | None
@@ -257,7 +259,7 @@ class RemoteBackend:
         agent = self._agents[self._nodes[spec.environment.node_rank]]
         rank = self._ranks[spec.environment.rank] = RemoteRank(spec, agent)
         self._by_node[agent.node].append(rank)
-        agent.send(Start(spec.environment))
+        agent.send(Start(spec.environment, self.hosts_ready.num_threads))
         return rank
 
     def reap(self) -> None:
