@@ -16,7 +16,6 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from braid.comm import Group
-from braid.elasticity import gradient_sums, replica
 from braid.elasticity.evaluation import Evaluation
 from braid.elasticity.learning_rate import RateRule
 from braid.elasticity.mesh import MeshReplica
@@ -38,18 +37,12 @@ from braid.runtime.clock import MonotonicClock
 from braid.runtime.events import Recorder
 from braid.runtime.store import HashStore
 from braid.runtime.transport import Fabric, RankContext
+from elastic_points import add_points
 
 POINTS = (
     *("forward", "sum", "summed", "update", "save", "saved", "evaluate", "evaluated"),
     *("state", "join", "leave forward", "leave sum"),
 )
-MESH_POINTS = {  # method of MeshReplica, and whether the rank dies before it
-    "prepare": ("prepare", True),
-    "agree": ("agree", True),
-    "agreed": ("agree", False),
-    "enter": ("enter", True),
-    "divided": ("_divide", False),
-}
 TIMEOUT_S = 60.0
 SEEDING = threading.Lock()  # threads share torch's generator
 
@@ -280,40 +273,14 @@ HERE = threading.local()
 
 @contextmanager
 def points_of_death(monkeypatch: Any) -> Iterator[None]:
-    """Let ranks die before and after a sum, and in the transfer of the state."""
-    reduce, transfer = gradient_sums.GradientSums.reduce, replica.transfer
+    """Let ranks die at the points of `elastic_points`."""
 
-    def dying_reduce(self: Any, number: int, num_shards: int, *, flag: bool) -> bool:
-        HERE.members.visit("sum")
-        result = reduce(self, number, num_shards, flag=flag)
-        HERE.members.visit("summed")
-        return result
-
-    def dying_transfer(*args: Any) -> Any:
-        HERE.members.visit("state")
-        return transfer(*args)
+    def visit(point: str) -> None:
+        HERE.members.visit(point)
 
     with monkeypatch.context() as patch:
-        patch.setattr(gradient_sums.GradientSums, "reduce", dying_reduce)
-        patch.setattr(replica, "transfer", dying_transfer)
-        for point, is_before in (("save", True), ("saved", False)):
-            saving = _dying(ElasticTraining._save, point, is_before)
-            patch.setattr(ElasticTraining, "_save", saving)
-        for point, (name, is_before) in MESH_POINTS.items():
-            patch.setattr(MeshReplica, name, _dying(getattr(MeshReplica, name), point, is_before))
+        add_points(patch.setattr, visit)
         yield
-
-
-def _dying(method: Callable[..., Any], point: str, is_before: bool) -> Callable[..., Any]:
-    def dying(*args: Any, **options: Any) -> Any:
-        if is_before:
-            HERE.members.visit(point)
-        result = method(*args, **options)
-        if not is_before:
-            HERE.members.visit(point)
-        return result
-
-    return dying
 
 
 class Counted(nn.Module):

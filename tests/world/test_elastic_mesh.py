@@ -23,7 +23,6 @@ from braid.programs.layout import Mesh
 from elastic_cluster import (
     DIFFERENCES,
     HERE,
-    MESH_POINTS,
     POINTS,
     Cluster,
     ThreadMembers,
@@ -33,6 +32,7 @@ from elastic_cluster import (
     random_faults,
     train_on_mesh,
 )
+from elastic_points import MESH_POINTS
 
 MESHES = [
     ("pp=2,dp=2", 0),
