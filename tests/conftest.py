@@ -73,6 +73,7 @@ LAUNCHING = (
     "world/test_command_line.py",
     "world/test_conversion_trains.py",
     "world/test_demo.py",
+    "world/test_elastic_faults.py",
     "world/test_elastic_launchers.py",
     "world/test_elastic_runs.py",
     "world/test_fork_server.py",

@@ -10,7 +10,8 @@ good, `RANK:STEP:drain` asks what has started it to end, `RANK:STEP:kill:PID` ki
 long to reach the launcher,
 and `RANK:STEP:host` kills all processes of its network namespace. `RANK:agreed` dies when it has
 agreed on a last epoch. SAVES names a directory for checkpoints, SAVES_EVERY the number of steps
-between two of them.
+between two of them. FAULTS names a directory with a plan of further faults (`elastic_faults`).
+PASSES is the number of passes over the data, 8 steps each.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ from torch.utils.data import DataLoader
 
 import braid
 from braid.runtime.rendezvous import membership
+from elastic_faults import Strikes
+from elastic_points import add_points
 
 NOTICE_LIMIT_S = 60.0
 CLONE_NEWNET = 0x40000000
@@ -113,6 +116,10 @@ def main() -> None:
     deaths = {tuple(text.split(":")) for text in sys.argv[1:]}
     if (str(number), "agreed") in deaths:
         membership.agree_on_last_epoch = partial(agree_and_die, membership.agree_on_last_epoch)
+    strikes = Strikes(os.environ.get("FAULTS", ""))
+    if strikes.faults:
+        add_points(setattr, strikes.visit)
+    strikes.visit("start")
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
     cut_s = [float(seconds) for *point, seconds in deaths if point == [str(number), "cut"]]
     if cut_s:
@@ -124,21 +131,33 @@ def main() -> None:
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
+    def visit(_layer: nn.Module, _inputs: object, output: torch.Tensor) -> None:
+        strikes.visit("forward")
+        output.register_hook(lambda _: strikes.visit("backward"))
+
+    model[1].register_forward_hook(visit)
+
     def die_at(*point: str) -> None:
         if point in deaths:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def update() -> None:
         die_at(str(number), str(training.num_steps), "update")
+        strikes.visit("update")
         optimizer.step()
+        strikes.visit("updated")
 
     loader = DataLoader(Noise(), batch_size=4, shuffle=True)
     saves = os.environ.get("SAVES", "")
     every = int(os.environ.get("SAVES_EVERY", "100"))
     options = {"checkpoints": saves, "checkpoint_every": every * bool(saves)}
-    with braid.elastic(model, optimizer, update=update, shards=3, **options) as training:
-        for _ in training.epochs(2):
+    training = strikes.training = braid.elastic(
+        model, optimizer, update=update, shards=3, **options
+    )
+    with training:
+        for _ in training.epochs(int(os.environ.get("PASSES", "2"))):
             for x in training.batches(loader):
+                strikes.wait_for_newcomer()
                 with training.step():
                     die_at(str(number), str(training.num_steps))
                     if (str(number), str(training.num_steps), "wait") in deaths:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
-import random
 import re
 import signal
-import threading
 from contextlib import closing
 from pathlib import Path
 
@@ -31,41 +28,14 @@ class WakingConsole(QuietConsole):
             os.kill(int(re.search(r"pid (\d+)", text)[1]), signal.SIGUSR2)
 
 
-class KillingConsole(WakingConsole):
-    """Console that kills a member of an epoch soon after the epoch has begun, three times.
-
-    One of the first ranks lives: a newcomer has no state until another member has sent it.
-    """
-
-    def __init__(self, seed: int, run: Path) -> None:
-        super().__init__()
-        self._rng = random.Random(seed)
-        self._lives = self._rng.choice([0, 2])
-        self._events = run / "events" / "launcher.jsonl"
-        self.killed: list[int] = []
-
-    def notice(self, text: str) -> None:
-        super().notice(text)
-        match = re.match(r"epoch \d+: ranks ([\d, ]+) go on", text)
-        members = [] if match is None else [int(rank) for rank in match[1].split(", ")]
-        if len(members) < 2 or len(self.killed) == 3:
-            return
-        rank = self._rng.choice([member for member in members if member != self._lives])
-        events = [json.loads(line) for line in self._events.read_text().splitlines()]
-        (pid,) = [e["pid"] for e in events if e["kind"] == "started" and e["rank"] == rank]
-        self.killed.append(rank)
-        threading.Timer(self._rng.uniform(0.0, 0.05), os.kill, (pid, signal.SIGKILL)).start()
-
-
 def _run(
     tmp_path: Path,
     arguments: str,
     num_ranks: int = 3,
     program: str = JOB,
-    console: QuietConsole | None = None,
     **limits: int,
 ):
-    console = console or WakingConsole()
+    console = WakingConsole()
     values = {"min_ranks": 1, "max_ranks": num_ranks} | limits
     job = JobSpec(
         command=(program, *arguments.split()),
@@ -149,32 +119,6 @@ def test_a_spare_that_cannot_reach_its_launcher_is_named_and_costs_nothing(
         outcome, ends, notices = _run(tmp_path, faults, 2, console=console, spares=1, restarts=0)
     assert outcome.ok, f"{notices}: {outcome}"
     assert ends == {0: undisturbed}
-
-
-@pytest.mark.proof
-@pytest.mark.parametrize("seed", range(40))
-def test_seeded_deaths_of_processes_cost_no_step_and_no_bit(tmp_path, undisturbed, seed):
-    """One of the first ranks lives; deaths and notices come at any step, also of new processes."""
-    rng = random.Random(seed)
-    ranks = [*rng.sample(range(3), rng.randint(1, 2)), *rng.sample([3, 4], rng.randint(0, 1))]
-    faults = [
-        f"{rank}:{rng.randrange(16)}{rng.choice(['', '', ':update', ':notice'])}" for rank in ranks
-    ]
-    outcome, ends, _ = _run(tmp_path, " ".join(faults), restarts=3)
-    assert outcome.ok, f"{faults}: {outcome}"
-    assert ends, faults
-    assert set(ends.values()) == {undisturbed}, faults
-
-
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.proof) for seed in range(1, 20))]
-)
-def test_a_member_may_die_on_its_way_into_an_epoch(tmp_path, undisturbed, seed):
-    console = KillingConsole(seed, tmp_path / "run")
-    outcome, ends, _ = _run(tmp_path, "1:2", console=console, restarts=6)
-    assert outcome.ok, f"{console.killed}: {outcome}"
-    assert console.killed
-    assert set(ends.values()) == {undisturbed}, console.killed
 
 
 @pytest.fixture(scope="module")
