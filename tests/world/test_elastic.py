@@ -41,16 +41,15 @@ from braid.parallel.gradients import ParamTable
 from braid.parallel.sharding import fully_shard
 from braid.runtime.tensor_buffers import checksum
 from elastic_cluster import (
-    DIFFERENCES,
     HERE,
     POINTS,
     Cluster,
     ThreadMembers,
-    differing,
     points_of_death,
     random_faults,
     train,
 )
+from elastic_differences import DIFFERENCES, differing
 from support.worlds import run_threads
 
 

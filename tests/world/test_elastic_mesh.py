@@ -21,17 +21,16 @@ from braid.elasticity.training import ElasticTraining
 from braid.errors import CheckpointError, ConfigError, MismatchError
 from braid.programs.layout import Mesh
 from elastic_cluster import (
-    DIFFERENCES,
     HERE,
     POINTS,
     Cluster,
     ThreadMembers,
     build,
-    differing,
     points_of_death,
     random_faults,
     train_on_mesh,
 )
+from elastic_differences import DIFFERENCES, differing
 from elastic_points import MESH_POINTS
 
 MESHES = [
