@@ -6,10 +6,9 @@ of that step, or `RANK:STEP:update` in its update; `RANK:STEP:parent` kills what
 `RANK:STEP:wait` waits until the launcher has named it, `RANK:STEP:stuck` waits with a child for
 good, `RANK:STEP:drain` asks what has started it to end, `RANK:STEP:kill:PID` kills another process,
 `RANK:STEP:notified:PROGRAM` runs a program and waits for the notice that it causes,
-`RANK:STEP:read:FIFO` waits for a byte, `RANK:cut:SECONDS` leaves all networks (as root) and tries so
-long to reach the launcher,
-and `RANK:STEP:host` kills all processes of its network namespace. `RANK:agreed` dies when it has
-agreed on a last epoch. SAVES names a directory for checkpoints, SAVES_EVERY the number of steps
+`RANK:STEP:read:FIFO` waits for a byte, and `RANK:STEP:host` kills all processes of its network
+namespace. `RANK:cut:SECONDS` leaves all networks (as root), and tries to reach the launcher for these
+seconds. `RANK:agreed` dies when it has agreed on a last epoch. SAVES names a directory for checkpoints, SAVES_EVERY the number of steps
 between two of them. FAULTS names a directory with a plan of further faults (`elastic_faults`).
 PASSES is the number of passes over the data, 8 steps each.
 """
@@ -89,10 +88,14 @@ def wait_for_notice(program: str) -> None:
     assert is_notified.wait(NOTICE_LIMIT_S)
 
 
-def cut_off() -> None:
-    """Move this process into a network namespace without interfaces."""
+def seconds_cut_off(number: int, deaths: set[tuple[str, ...]]) -> float:
+    """Leave all networks, if this rank is to; return how long it tries to reach its launcher."""
+    cut_s = [float(seconds) for *point, seconds in deaths if point == [str(number), "cut"]]
+    if not cut_s:
+        return 600.0
     if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), "unshare")
+    return max(cut_s)
 
 
 def kill_host() -> None:
@@ -121,10 +124,7 @@ def main() -> None:
         add_points(setattr, strikes.visit)
     strikes.visit("start")
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
-    cut_s = [float(seconds) for *point, seconds in deaths if point == [str(number), "cut"]]
-    if cut_s:
-        cut_off()
-    braid.init(timeout_s=max(cut_s, default=600.0))
+    braid.init(timeout_s=seconds_cut_off(number, deaths))
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 1)

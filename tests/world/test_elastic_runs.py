@@ -33,9 +33,10 @@ def _run(
     arguments: str,
     num_ranks: int = 3,
     program: str = JOB,
+    console: QuietConsole | None = None,
     **limits: int,
 ):
-    console = WakingConsole()
+    console = console or WakingConsole()
     values = {"min_ranks": 1, "max_ranks": num_ranks} | limits
     job = JobSpec(
         command=(program, *arguments.split()),
