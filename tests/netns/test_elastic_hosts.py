@@ -14,6 +14,7 @@ import torch
 from netlab import Done, Lab, done
 
 JOB = str(Path(__file__).parents[1] / "world" / "elastic_job.py")
+HOSTFILE_JOB = str(Path(__file__).parents[1] / "world" / "hostfile_job.py")
 ROWS = "runs/*/metrics/rank1.jsonl"
 OPTIONS = ("--threads", "1", "--min-ranks", "1")
 
@@ -161,6 +162,21 @@ def test_horovodrun_moves_its_only_process_to_a_host_that_comes_later(lab, tmp_p
         assert text in found.text
     assert [path.suffix for path in tmp_path.glob("out.*")] == [".1"]
     assert torch.load(tmp_path / "out.1")["place"] == (0, 1)
+
+
+def test_a_run_moves_to_hosts_that_its_file_gains(lab, tmp_path):
+    hosts, names = lab(3), tmp_path / "names"
+    names.write_text("b slots=1\n")
+    job = (*OPTIONS, HOSTFILE_JOB, str(names))
+    changes = ("3:b slots=1\nc slots=2", "2:c slots=2")
+    found = hosts.run("--hostfile", str(names), "--max-ranks", "3", *job, *changes, cwd=tmp_path)
+    assert found.code == 0, found.text
+    for text in ("host c has joined the run", "host b has left the run"):
+        assert text in found.text
+    ends = {line.split("] ")[-1] for line in found.out.splitlines()}
+    alone = [sys.executable, "-m", "braid", "run", "-n", "1", *job]
+    last = subprocess.run(alone, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert ends == {last.strip().replace("1", "2", 1)}
 
 
 def _separate(hosts: Lab, first: str, second: str) -> None:

@@ -13,6 +13,8 @@ from braid.cli import main
 from braid.launch.cluster.hostfile_slots import HostfileSlots
 from braid.runtime.clock import VirtualClock
 
+JOB = str(Path(__file__).with_name("hostfile_job.py"))
+
 
 @pytest.fixture
 def hostfile(tmp_path: Path) -> Path:
@@ -88,43 +90,15 @@ def test_a_run_that_cannot_gain_ranks_is_refused(options, problem, capsys, tmp_p
     assert problem in capsys.readouterr().err
 
 
-JOB = """
-import os, sys, time, torch, braid
-from pathlib import Path
-from torch.utils.data import DataLoader, TensorDataset
-braid.init()
-torch.manual_seed(0)
-model = torch.nn.Linear(8, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-loader = DataLoader(TensorDataset(torch.randn(36, 8)), batch_size=4)
-goal, changes = 1, sys.argv[2:]
-with braid.elastic(model, optimizer, shards=3) as training:
-    for epoch in training.epochs(5):
-        for (x,) in training.batches(loader):
-            with training.step():
-                model(x).square().mean().backward()
-        if os.environ["RANK"] != "0":
-            continue
-        if braid.world().size == goal and changes:
-            goal, text = changes.pop(0).split(":")
-            goal = int(goal)
-            Path(sys.argv[1]).write_text(text)
-        while braid.world().size != goal and not training._members.pauses:
-            time.sleep(0.02)  # until the launcher has read the file, and ranks are ready
-print(braid.world().size, training.num_steps, model.weight.detach().numpy().tobytes().hex())
-"""
-
-
 @pytest.mark.procs
 @pytest.mark.launcher
 def test_ranks_join_and_leave_with_the_slots_of_the_file(tmp_path):
-    (tmp_path / "job.py").write_text(JOB)
     (tmp_path / "hosts").write_text("a slots=1\n")
     grown = ("--hostfile", "hosts", "--max-ranks", "3", "--spares", "1", "--threads", "1")
     grown += ("--rsh", "env FAKE_HOST={host}", "--env", "PYTHONPATH")
 
     def run(options: tuple[str, ...], *changes: str) -> tuple[set[str], str]:
-        words = ("run", *options, "--min-ranks", "1", "job.py", "hosts", *changes)
+        words = ("run", *options, "--min-ranks", "1", JOB, "hosts", *changes)
         command = [sys.executable, "-m", "braid", *words]
         done = subprocess.run(
             command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120

@@ -1,0 +1,38 @@
+"""An elastic training for tests that changes its file of hosts: FILE NUMBER:LINES ...
+
+Rank 0 writes the lines after a pass over the data, and the next ones once the run has this number
+of ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import braid
+
+braid.init()
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+loader = DataLoader(TensorDataset(torch.randn(36, 8)), batch_size=4)
+goal, changes = 1, sys.argv[2:]
+with braid.elastic(model, optimizer, shards=3) as training:
+    for _ in training.epochs(5):
+        for (x,) in training.batches(loader):
+            with training.step():
+                model(x).square().mean().backward()
+        if os.environ["RANK"] != "0":
+            continue
+        if braid.world().size == goal and changes:
+            goal, text = changes.pop(0).split(":")
+            goal = int(goal)
+            Path(sys.argv[1]).write_text(text)
+        while braid.world().size != goal and not training._members.pauses:
+            time.sleep(0.02)  # until the launcher has read the file, and ranks are ready
+print(braid.world().size, training.num_steps, model.weight.detach().numpy().tobytes().hex())
