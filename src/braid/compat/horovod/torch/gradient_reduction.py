@@ -328,9 +328,10 @@ class GradientReduction(GradientListener):
                     if param not in self.under_way and param not in self._collected:
                         self._mark_ready(param)
                 self.flush()
-            self._wait()
             if self.process_set.size() > 1:
-                self._settings.compare()
+                self._settings.start()
+            self._wait()
+            self._settings.finish()
         finally:
             self._forget()
         self.is_synchronized = True

@@ -41,35 +41,42 @@ class SameSettings:
         self._name = name
         self._process_set = process_set
         self._has_warned = False
-        self._pending: Pending | None = None
+        self._number = 0
+        self._pending: list[Pending] = []  # of this step, and of the one before
 
-    def compare(self) -> None:
-        """Start a comparison, a collective, and wait for the one of the step before.
+    def start(self) -> None:
+        """Start a comparison of the settings at this moment; a collective."""
+        optimizer = self._optimizer()
+        assert optimizer is not None  # it waits for its gradients
+        digest = float(zlib.crc32(repr(settings_of(optimizer)).encode()) % NUM_DIGESTS)
+        terms = torch.tensor([1.0, digest, digest * digest], dtype=torch.float64)
+        self._number = 1 - self._number  # the last comparison may be in flight
+        name, ranks = f"{self._name}.{self._number}", self._process_set
+        self._pending.append(allreduce_async(terms, name=name, op=Sum, process_set=ranks))
+
+    def finish(self) -> None:
+        """Wait for the comparison of the step before; called when gradients have been reduced.
 
         Ranks may wait for each other between the gradients of a step and the step, so a comparison
         is complete for certain only when the gradients of the next step are.
 
         Warns once, on all ranks, if settings differ.
         """
-        optimizer, before = self._optimizer(), self._pending
-        assert optimizer is not None  # it waits for its gradients
-        self.forget()
-        sums = [] if before is None else synchronize(before).tolist()
-        settings = settings_of(optimizer)
-        digest = float(zlib.crc32(repr(settings).encode()) % NUM_DIGESTS)
-        terms = torch.tensor([1.0, digest, digest * digest], dtype=torch.float64)
-        name, ranks = self._name, self._process_set
-        self._pending = allreduce_async(terms, name=name, op=Sum, process_set=ranks)
-        if not sums or self._has_warned or sums[0] * sums[2] == sums[1] * sums[1]:
+        optimizer = self._optimizer()
+        if len(self._pending) < 2 or optimizer is None:
+            return
+        num_ranks, total, squares = synchronize(self._pending.pop(0)).tolist()
+        if self._has_warned or num_ranks * squares == total * total:
             return
         self._has_warned = True
-        here = "; ".join(str(dict(group)) for group in settings)
+        here = "; ".join(str(dict(group)) for group in settings_of(optimizer))
         text = (
-            f"the optimizer steps with other settings on other ranks; rank {ranks.rank()} of the "
-            f"process set has {here}\n{ADVICE}. Shown once"
+            f"the optimizer steps with other settings on other ranks; rank "
+            f"{self._process_set.rank()} of the process set has {here}\n{ADVICE}. Shown once"
         )
         warnings.warn(text, UserWarning, stacklevel=3)
 
     def forget(self) -> None:
-        """Forget a comparison that the engine has not completed."""
-        self._pending = None
+        """Forget comparisons of an engine that has ended."""
+        self._pending.clear()
+        self._number = 0
