@@ -320,6 +320,22 @@ def test_a_rate_that_differs_between_ranks_is_named_once(procs, differ):
         assert all(f"rank {rank} of the process set has {{'lr': {rate}," in t for t in texts)
 
 
+def _after_the_end(group: Group) -> list[list[float]]:
+    """The last gradients are reduced in the backward, and other ranks end before the step."""
+    with horovod(group):
+        params = [zeros(LARGE, LARGE)]
+        optimizer = summing(params)
+        backward(params)
+        if hvd.rank():
+            session.session().whole.engine._thread.join()  # rank 0 has shut down
+        optimizer.step()
+        return values(params)
+
+
+def test_a_rank_takes_its_last_step_after_others_have_shut_down(procs):
+    assert procs(3, _after_the_end) == [[[6.0]]] * 3
+
+
 def _ended(group: Group) -> str:
     with horovod(group):
         params = [zeros(3)]

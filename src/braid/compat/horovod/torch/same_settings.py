@@ -11,9 +11,11 @@ from __future__ import annotations
 import warnings
 import weakref
 import zlib
+from contextlib import suppress
 
 import torch
 
+from braid.compat.horovod.common.exceptions import HorovodInternalError
 from braid.compat.horovod.common.process_sets import ProcessSet
 from braid.compat.horovod.torch.handles import Pending, synchronize
 from braid.compat.horovod.torch.operations import allreduce_async
@@ -52,7 +54,8 @@ class SameSettings:
         terms = torch.tensor([1.0, digest, digest * digest], dtype=torch.float64)
         self._number = 1 - self._number  # the last comparison may be in flight
         name, ranks = f"{self._name}.{self._number}", self._process_set
-        self._pending.append(allreduce_async(terms, name=name, op=Sum, process_set=ranks))
+        with suppress(HorovodInternalError):  # a rank has shut down after its last step
+            self._pending.append(allreduce_async(terms, name=name, op=Sum, process_set=ranks))
 
     def finish(self) -> None:
         """Wait for the comparison of the step before; called when gradients have been reduced.
@@ -65,7 +68,10 @@ class SameSettings:
         optimizer = self._optimizer()
         if len(self._pending) < 2 or optimizer is None:
             return
-        num_ranks, total, squares = synchronize(self._pending.pop(0)).tolist()
+        try:
+            num_ranks, total, squares = synchronize(self._pending.pop(0)).tolist()
+        except HorovodInternalError:
+            return  # as above
         if self._has_warned or num_ranks * squares == total * total:
             return
         self._has_warned = True
