@@ -217,6 +217,37 @@ def test_ranks_of_a_lost_host_use_up_no_restarts_and_spares_need_no_slot():
     assert driver.state.alive == {0, 3}, "the spare waits beside the only slot"
 
 
+def test_members_without_a_slot_leave_one_after_another():
+    run, slots = Run(), Slots(a=2, b=2)
+    limits = ElasticLimits(min_ranks=1, max_ranks=4, restarts=3)
+    driver = MemberDriver(JobSpec(command=("x",), num_ranks=4), limits, run, VirtualClock(), slots)  # type: ignore[arg-type]
+    run.start_another = lambda: None  # type: ignore[attr-defined]
+    run.dismiss = lambda _: None  # type: ignore[attr-defined]
+    for rank in range(4):
+        driver.take_place(rank)
+        run.ranks[rank] = SimpleNamespace(
+            rank=rank, host=driver.host_of(rank), send=lambda _: None, name="", last_events=str
+        )
+        driver.started(rank)
+        driver.received(run.ranks[rank], Ready(-1, -1))
+    slots.hosts = {"b": 2}
+
+    def end_step() -> tuple[int, ...]:
+        driver.state.trained(3)
+        driver.poll()
+        epoch, members = driver.state.epoch, driver.state.members
+        for rank in members:
+            driver.received(run.ranks[rank], Ready(epoch, 1))
+        return driver.state.members
+
+    driver.poll()
+    assert driver.state.missing == (), "no member may leave before copies of all parts are made"
+    assert [end_step() for _ in range(2)] == [(0, 2, 3), (2, 3)]
+    driver.leaving = {2, 3}  # their host was asked to end
+    slots.hosts = {"b": 0}
+    assert end_step() == (2, 3), "they leave by themselves"
+
+
 def test_a_replacing_process_has_the_rank_of_the_lost_one():
     launched = JobEnvironment(rank=7, world_size=4, replaces=2, run_id="r", launched_by="braid")
     launched = replace(launched, store_address="unix:@x", secret_fd=3, events_fd=4, stacks_fd=5)

@@ -180,7 +180,7 @@ def run(
         roles: Roles of ranks, and ranks that may be lost.
     """
     from braid.cli.commands.several_hosts import choose_where, run_on
-    from braid.launch import Hosts, JobSpec, Supervisor, TerminalConsole
+    from braid.launch import JobSpec, Supervisor, TerminalConsole
     from braid.runtime.variables import NO_FRAME_MAC
 
     if module and no_python:
@@ -193,15 +193,15 @@ def run(
         msg = f"--port must be auto or a number, got {port!r}"
         raise ConfigError(msg)
     n = roles.num_ranks(n)
-    if n is None and (on.on or not on.hostfile):
+    is_fixed = on.nnodes is None and (on.on != "" or not on.hostfile)  # before it has begun
+    if n is None and is_fixed:
         n = roles.max_ranks or None
     where, repeated = choose_where(on, n)
-    can_grow = isinstance(where, Hosts) and where.hostfile
-    if n is not None and n < roles.max_ranks and not can_grow:
+    if n is not None and is_fixed and n < roles.max_ranks:
         msg = (
             f"--max-ranks {roles.max_ranks} is more than -n {n}, and no further hosts or slots can "
-            "come: name them in a file with --hostfile, which is read again during the run, or "
-            "leave --max-ranks out"
+            "come: leave --max-ranks out, or name the hosts with --hostfile FILE, which is read "
+            "again during the run"
         )
         raise ConfigError(msg)
     if roles.words:

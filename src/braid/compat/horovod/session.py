@@ -122,6 +122,7 @@ class Session:
         free = torch.cuda.is_available() or self.job.local_world_size < (cores or 1)
         self.free_cores = min(group.objects.all_gather(free))
         self.homogeneous = len(set(Counter(node for _, node in places).values())) == 1
+        self.num_joins = 0  # calls of `join` that have returned, equal on all ranks
         self.collected: set[Callable[[], None]] = set()  # functions that submit collected requests
         self._members: dict[int, SessionMember] = {}
         self.added_sets: list[Any] = []  # by the program, in order; see `process_sets`

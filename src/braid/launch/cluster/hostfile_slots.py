@@ -6,7 +6,7 @@ slot that is missing leave. A host that was lost gets no ranks until the file ch
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from braid.errors import ConfigError
@@ -24,22 +24,22 @@ class HostfileSlots:
 
     Args:
         path: The file.
+        hosts: Its hosts at the start.
         num_ranks: Number of ranks at the start.
         max_ranks: Maximum number of ranks.
         clock: Time source.
-
-    Raises:
-        ConfigError: The file cannot be read.
 
     Attributes:
         hosts: Slots that ranks may use, by host.
     """
 
-    def __init__(self, path: str, num_ranks: int, max_ranks: int, clock: Clock) -> None:
+    def __init__(
+        self, path: str, hosts: Sequence[Host], num_ranks: int, max_ranks: int, clock: Clock
+    ) -> None:
         self._path = path
         self._max_ranks = max_ranks
         self._clock = clock
-        self._listed = dict(read_hostfile(path))
+        self._listed = dict(hosts)
         self._lost: dict[str, int] = {}  # slots of lost hosts, which are blocked
         self._problem = ""
         self.hosts: Mapping[str, int] = used_slots(self._listed, {}, {}, num_ranks)

@@ -166,6 +166,6 @@ def _checked(hosts: Sequence[Host], problems: list[str]) -> tuple[Host, ...]:
         f"{name} is named {names.count(name)} times: give its slots once" for name in twice
     ]
     if problems:
-        msg = f"{'; '.join(problems)}. Write hosts as a:2,b:2"
+        msg = f"{'; '.join(problems)}. Write hosts as a:2,b:2, or in lines such as a slots=2"
         raise ConfigError(msg)
     return tuple(hosts)

@@ -61,7 +61,7 @@ class HostsSupervisor:
             num_slots = sum(host.slots for host in hosts.hosts)
             num_ranks = hosts.num_ranks or min(num_slots, most)
             hosts = replace(hosts, num_ranks=num_ranks)
-            slots = HostfileSlots(hosts.hostfile, num_ranks, most, self._clock)
+            slots = HostfileSlots(hosts.hostfile, hosts.hosts, num_ranks, most, self._clock)
         with SignalInbox() as inbox:
             if slots is not None:
                 return self._run_elastic(job, hosts, slots, inbox)

@@ -76,6 +76,7 @@ class MemberDriver:
         state: State machine that decides which ranks are members.
         changes: Changes of the members so far, for hang reports.
         resume: Checkpoint with which new processes begin; the last one of the training if empty.
+        leaving: Ranks that were asked to leave, which decide among themselves when they do.
 
     Raises:
         ConfigError: The number of ranks is outside of the limits.
@@ -92,6 +93,7 @@ class MemberDriver:
         self.state = MembershipState(limits, job.num_ranks)
         self.changes = MemberChanges()
         self.resume = job.resume
+        self.leaving: set[int] = set()
         self._training = 0  # which has saved the last checkpoint
         self._job = job
         self._run = run
@@ -100,6 +102,8 @@ class MemberDriver:
         self._places = list(range(job.num_ranks + limits.spares))  # that no process has
         self._lost_roles: list[int] = []  # places that new processes take, in the order of losses
         self._num_spares = limits.spares
+        self._leave_together = limits.gains_slots
+        self._is_moving = False  # whether members without a slot have not left yet
         self._place_of: dict[int, int] = {}
         self._host_of: dict[int, str] = {}  # in a run with a source of slots
         self._has_roles = bool(job.expendable)
@@ -127,7 +131,7 @@ class MemberDriver:
         has_changed, notice = self._slots.poll()
         if notice:
             self._run.journal.notice(notice)
-        if has_changed:
+        if has_changed or (self._is_moving and self.state.has_trained):
             self._update_slots(self._slots.hosts)
 
     def take_place(self, rank: int) -> tuple[int, str]:
@@ -178,6 +182,8 @@ class MemberDriver:
             self._run.journal.notice(f"{process.name} {message.leaves}, and leaves the run")
             self._run.journal.note("left", rank=process.rank, text=message.leaves)
             self._free_place(process.rank)
+            if self._slots is not None and process.host not in self._slots.hosts:
+                self._update_slots(self._slots.hosts, process.rank)
             if message.is_offer:
                 process.send(Stop(DISMISSED))
             self._execute(self.state.lost(process.rank))
@@ -196,8 +202,8 @@ class MemberDriver:
         if self._slots is not None and not has_finished and not was_dismissed:
             host = self._run.ranks[rank].host
             self._slots.lost(host)
-            if host not in self._slots.hosts:  # no other rank can take its slot there
-                self._update_slots(self._slots.hosts)
+            if host not in self._slots.hosts:  # a new process would find no slot there
+                self._update_slots(self._slots.hosts, rank)
         if has_finished and rank in self._needed:
             self._needed.remove(rank)
             if not self._needed:
@@ -276,15 +282,31 @@ class MemberDriver:
                     f"{' It was last seen ' * bool(inside)}{inside}"
                 )
 
-    def _update_slots(self, hosts: Mapping[str, int]) -> None:
-        """Change the number of ranks to the slots of all hosts; spares need no slot."""
+    def _update_slots(self, hosts: Mapping[str, int], lost: int = -1) -> None:
+        """Change the number of ranks to the slots of all hosts; spares need no slot.
+
+        Members without a slot leave one after another, each after a step of the others: two of them
+        could have the only copies of a part of the state. Horovod's members have the whole state.
+
+        Args:
+            hosts: Slots of each host.
+            lost: Rank that has ended or leaves.
+        """
         leaving, num_spares = [], self._num_spares
         for host, ranks in self._ranks_by_host().items():
             for rank in ranks[hosts.get(host, 0) :]:
                 is_spare = host in hosts and rank not in self.state.members and num_spares > 0
                 num_spares -= is_spare
                 leaving += [] if is_spare else [rank]
-        self._execute(self.state.slots(sum(hosts.values()), leaving))
+        later = [rank for rank in leaving if rank in self.state.members and rank != lost]
+        waiting = [rank for rank in later if rank not in self.leaving]
+        if self._leave_together:
+            later = []
+        elif waiting and lost < 0 and self.state.has_trained:
+            later.remove(waiting[-1])
+        self._is_moving = bool(later)
+        leaving = [rank for rank in leaving if rank not in later]
+        self._execute(self.state.slots(sum(hosts.values()) + len(later), leaving))
 
     def _take_slot(self, rank: int, hosts: Mapping[str, int]) -> tuple[int, str]:
         """Return the first free slot for a rank, as its local rank, and its role in the run."""

@@ -291,6 +291,7 @@ class _Run(AbstractContextManager["_Run"]):
             self.journal.notice(f"SIGTERM received on host {host}: its ranks leave the run")
             for rank in self.ranks.values():
                 if rank.host == host:
+                    self._members.leaving.add(rank.rank)
                     rank.signal(SIGTERM)
             return
         if host:

@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from braid.comm import Group
 from braid.parallel.gradients.hashing import first_difference
 
-__all__ = ["StepSettings", "settings_of"]
+__all__ = ["ADVICE", "EVERY", "StepSettings", "settings_of"]
 
 EVERY = 10  # averagings; a comparison costs one small message
 MOST_STEPS = 64  # different settings between two averagings that are kept

@@ -61,7 +61,7 @@ class GradientReduction(GradientListener):
         sparse_as_dense: Whether to reduce sparse gradients as dense ones, and return sparse ones.
         process_set: Ranks that take part.
         only_sparse: Whether the optimizer accepts only sparse gradients.
-        settings: Comparison of the optimizer's settings, in each step of several ranks.
+        settings: Comparison of the optimizer's settings over ranks.
 
     The first gradient of a parameter shows whether its gradients are sparse. A rank without a
     gradient assumes that they are dense. If another rank has a sparse one, it refuses that, and the

@@ -21,6 +21,7 @@ import torch
 from braid.compat.horovod.common.exceptions import UnsupportedArgumentError, translated
 from braid.compat.horovod.common.process_sets import ProcessSet, global_process_set
 from braid.compat.horovod.fusion import FusionHandle, Request, Result
+from braid.compat.horovod.session import session
 from braid.compat.horovod.torch.arguments import (
     CallArguments,
     check_tensor,
@@ -341,6 +342,7 @@ def join(device: int = -1) -> int:
     with translated():
         handle = engine.join(device if device >= 0 else None)
     received: int = Pending([handle], lambda results: results[0]).wait()
+    session().num_joins += 1
     return engine.group.ranks.index(received)
 
 
