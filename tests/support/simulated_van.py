@@ -256,7 +256,7 @@ class Network:
         if due_ns is not None and (node.tick_ns is None or due_ns < node.tick_ns):
             node.tick_ns = due_ns
             self._at(due_ns, lambda: self._tick(node, due_ns))
-        if node.handler is not None and node.state.inbox and not node.is_roused:
+        if node.handler is not None and node.state.inbox.size and not node.is_roused:
             node.is_roused = True
             self._at(self.clock.now_ns(), lambda: self._handle(node))
 

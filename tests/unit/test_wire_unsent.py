@@ -31,8 +31,7 @@ class Taking:
 def test_bytes_leave_in_order_and_what_waits_is_counted(pieces, portions):
     stream, whole = Taking(portions), b"".join(pieces)
     unsent = Unsent(stream.write)
-    unsent.add(map(memoryview, pieces))
-    drained = unsent.drain()
+    drained = unsent.drain([*map(memoryview, pieces)])
     left = unsent.nbytes
     assert (drained, stream.taken) == (not left, whole[: len(whole) - left])
     stream.portions = [1000] * len(whole)
@@ -44,7 +43,6 @@ def test_nothing_waits_for_a_stream_that_broke():
         raise BrokenPipeError
 
     unsent = Unsent(fail)
-    unsent.add([memoryview(b"abc")])
     with pytest.raises(BrokenPipeError):
-        unsent.drain()
+        unsent.drain([memoryview(b"abc")])
     assert (unsent.nbytes, unsent.drain()) == (0, True)

@@ -63,12 +63,15 @@ class Van(Closing, ABC):
         schema: Messages of the state.
         clock: Clock of all deadlines.
         guard: Lock of the state; notified after every change.
+
+    Attributes:
+        clock: Clock of the deadlines.
     """
 
     def __init__(self, state: VanState, schema: Schema, clock: Clock, guard: Guard) -> None:
         self._state = state
         self._schema = schema
-        self._clock = clock
+        self.clock = clock
         self._guard = guard
         self._lock = guard.lock
         self._ids = itertools.count(1)
@@ -107,11 +110,6 @@ class Van(Closing, ABC):
     def address(self) -> str:
         """Address that other nodes pass to `connect`; empty if they cannot connect."""
         return ""
-
-    @property
-    def clock(self) -> Clock:
-        """Clock of the deadlines."""
-        return self._clock
 
     def new_id(self) -> int:
         """Return a new message number, for callers that need it before they send the message."""
@@ -225,7 +223,7 @@ class Van(Closing, ABC):
                     msg = f"recv() of {self.node} was ended by another thread, which called rouse()"
                     raise CommTimeout(msg)
                 if not self._wait(deadline_ns):
-                    now_ns = self._clock.now_ns()
+                    now_ns = self.clock.now_ns()
                     last = [self._state.last_received(peer, now_ns) for peer in self._state.peers]
                     msg = (
                         f"no message came for {self.node} before the deadline; "
@@ -254,7 +252,7 @@ class Van(Closing, ABC):
             self._check_open()
             if self._signal is None:
                 self._signal = _Signal()
-                self._signal.show(bool(self._state.inbox))
+                self._signal.show(bool(self._state.inbox.size))
             return self._signal.fileno()
 
     def receive_into(self, message_type: type[Message], allocate: Allocate | None) -> None:
@@ -277,7 +275,7 @@ class Van(Closing, ABC):
         """
         with self._guard:
             self._check_open()
-            self._state.advance_epoch(epoch, self._clock.now_ns())
+            self._state.advance_epoch(epoch, self.clock.now_ns())
             self._act()
 
     def statistics(self, peer: str | None = None) -> VanStatistics:
@@ -292,7 +290,7 @@ class Van(Closing, ABC):
                 return
             self._is_closed = True
             self._ended = self._ended or f"the van of {self.node} is closed: open a new one"
-            until_ns = self._clock.after_ns(linger_s)
+            until_ns = self.clock.after_ns(linger_s)
             self._wait_until(lambda: self._state.is_drained, until_ns)
             self._state.send_bye()
             self._act()
@@ -331,7 +329,7 @@ class Van(Closing, ABC):
 
     def _wait(self, deadline_ns: int) -> bool:
         """Wait until something may have changed; return False after the deadline."""
-        remaining_ns = deadline_ns - self._clock.now_ns()
+        remaining_ns = deadline_ns - self.clock.now_ns()
         if remaining_ns <= 0:
             return False
         self._guard.wait(remaining_ns / 1e9)
@@ -355,7 +353,7 @@ class Van(Closing, ABC):
             else:
                 self._read_again(instruction.link)
         if self._signal is not None:
-            self._signal.show(bool(self._state.inbox))
+            self._signal.show(bool(self._state.inbox.size))
         if self._guard.num_waiting:
             self._guard.notify_all()
 
@@ -387,16 +385,16 @@ class Van(Closing, ABC):
         head = Open(number, name, priority, self._state.epoch, answers, 0, b"", 0, ())
         deadline_ns = None
         if deadline_s is not None:
-            deadline_ns = self._clock.after_ns(deadline_s)
+            deadline_ns = self.clock.after_ns(deadline_s)
         return Outgoing.make(head, body, buffers, deadline_ns)
 
     def _next_delivery(self) -> Delivery | None:
         """Return the next message for `recv` and `try_recv`; None if there is none."""
         if self._ended:
             raise StaleError(self._ended)
-        if not self._state.inbox:
+        if not self._state.inbox.size:
             return None
-        delivery = self._state.next_delivery(self._clock.now_ns())
+        delivery = self._state.next_delivery(self.clock.now_ns())
         if self._state.instructions or self._signal is not None:
             self._act()
         return delivery
@@ -415,7 +413,7 @@ class Van(Closing, ABC):
             deadline_ns = self._deadline_ns(timeout_s)
         with self._guard:
             if not self._wait_until(lambda: outgoing.finished, deadline_ns):
-                self._state.tick(self._clock.now_ns())  # its own deadline may be this one
+                self._state.tick(self.clock.now_ns())  # its own deadline may be this one
                 self._act()
             if not outgoing.finished:
                 progress = (
@@ -431,7 +429,7 @@ class Van(Closing, ABC):
 
     def _no_room(self, to: str) -> CommTimeout:
         count = self._state.statistics(to)
-        last = self._state.last_received(to, self._clock.now_ns())
+        last = self._state.last_received(to, self.clock.now_ns())
         msg = (
             f"the queue of {self.node} to {to} is full: {count.queued} messages of "
             f"{count.queued_bytes} bytes wait, because {to} reads too slowly or not at all; "
@@ -441,7 +439,7 @@ class Van(Closing, ABC):
 
     def _deadline_ns(self, timeout_s: float | None) -> int:
         seconds = self._state.config.timeout_s if timeout_s is None else timeout_s
-        return self._clock.after_ns(seconds)
+        return self.clock.now_ns() + round(seconds * 1e9)
 
     def _check_open(self) -> None:
         if self._ended:

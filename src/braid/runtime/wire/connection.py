@@ -155,9 +155,9 @@ class Connection(Closing):
         """
         pieces = encode(meta, buffers, self._limits)
         with self._send_lock:
-            self._queue(pieces, has_buffers=bool(buffers))
+            is_sent = self._queue(pieces, has_buffers=bool(buffers))
             deadline_ns = self._clock.after_ns(self._send_timeout_s)
-            while not self._drain():
+            while not is_sent:
                 if not self._wait(select.POLLOUT, deadline_ns):
                     self._end("this process gave up sending to it")
                     msg = (
@@ -166,6 +166,7 @@ class Connection(Closing):
                         "receive"
                     )
                     raise CommTimeout(msg)
+                is_sent = self._drain()
             if self._gone is not None:
                 raise self._lost_error(self._ended or _broke(self._gone)) from self._gone
 
@@ -185,7 +186,6 @@ class Connection(Closing):
         pieces = encode(meta, buffers, self._limits)
         with self._send_lock:
             self._queue(pieces, has_buffers=bool(buffers))
-            self._drain()
             return self._outbox.nbytes if self._gone is None else None
 
     def flush(self) -> int | None:
@@ -253,23 +253,20 @@ class Connection(Closing):
     def __repr__(self) -> str:
         return f"<Connection to {self._peer}{', ended' if self._ended else ''}>"
 
-    def _queue(self, pieces: list[memoryview], *, has_buffers: bool) -> None:
-        """Append a frame to the outbox; a frame with codes is sent part by part."""
+    def _queue(self, pieces: list[memoryview], *, has_buffers: bool) -> bool:
+        """Queue a frame and send, like `_drain`; a frame with codes is sent part by part."""
         if self._mac is None:
-            self._outbox.add(pieces)
-            return
-        for number, part in enumerate(self._mac.sealed(pieces, has_buffers=has_buffers)):
-            if number:
-                self._drain()
-            self._outbox.add(part)
+            return self._drain(pieces)
+        parts = self._mac.sealed(pieces, has_buffers=has_buffers)
+        return [self._drain(part) for part in parts][-1]
 
-    def _drain(self) -> bool:
-        """Send from the outbox until it is empty (True) or the kernel accepts no more."""
+    def _drain(self, pieces: Sequence[memoryview] = ()) -> bool:
+        """Queue pieces, and send until none is left (True) or the kernel accepts no more."""
         if self._gone is not None and not self._ended:
             self._outbox.clear()
             return True
         try:
-            return self._outbox.drain()
+            return self._outbox.drain(pieces)
         except (BrokenPipeError, ConnectionResetError) as exc:
             # A new object: `exc` refers to the frames of all callers and would keep them alive.
             self._gone = OSError(exc.errno, exc.strerror)

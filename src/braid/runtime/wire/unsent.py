@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from itertools import islice
 
 __all__ = ["Unsent"]
@@ -27,18 +27,14 @@ class Unsent:
         self._write = write
         self._pieces: deque[memoryview] = deque()
 
-    def add(self, pieces: Iterable[memoryview]) -> None:
-        """Append pieces."""
-        new = list(pieces)
-        self._pieces.extend(new)
-        self.nbytes += sum(map(len, new))
-
-    def drain(self) -> bool:
-        """Write until the queue is empty (True) or the system accepts no more (False).
+    def drain(self, pieces: Sequence[memoryview] = ()) -> bool:
+        """Append pieces; write until the queue is empty (True) or no more is accepted (False).
 
         Raises:
             OSError: The stream has failed; the pieces are dropped.
         """
+        self._pieces.extend(pieces)
+        self.nbytes += sum(map(len, pieces))
         try:
             while self._pieces:
                 written = self._write(list(islice(self._pieces, _MAX_PIECES)))

@@ -207,7 +207,7 @@ class Inflow:
         """Begin a message: check its sizes, then allocate."""
         if head.priority in self._open:
             raise self._broken(f"a second open message of priority {head.priority}")
-        nbytes = head.nbytes
+        nbytes = len(head.body) + head.body_bytes + sum(head.sizes)
         if nbytes > self._max_message_bytes:
             raise self._broken(
                 f"message {head.name!r} of {nbytes} bytes (limit {self._max_message_bytes})"

@@ -52,6 +52,9 @@ class Inbox:
 
     Args:
         config: Limits, including the share of one peer.
+
+    Attributes:
+        size: Number of deliveries.
     """
 
     def __init__(self, config: VanConfig) -> None:
@@ -59,9 +62,7 @@ class Inbox:
         self._waiting: list[tuple[int, int, Peer, int, Delivery]] = []
         self._farewells: deque[tuple[Peer, Delivery]] = deque()
         self._arrivals = itertools.count()
-
-    def __bool__(self) -> bool:
-        return bool(self._waiting) or bool(self._farewells)
+        self.size = 0
 
     def has_room(self, peer: Peer) -> bool:
         """Return whether the share of `peer` is not full; one message may exceed it."""
@@ -72,6 +73,7 @@ class Inbox:
 
     def put(self, peer: Peer, nbytes: int, delivery: Delivery) -> None:
         """Add a message of `nbytes` from `peer`."""
+        self.size += 1
         entry = (-delivery.priority, next(self._arrivals), peer, nbytes, delivery)
         heapq.heappush(self._waiting, entry)
         peer.unread += 1
@@ -79,6 +81,7 @@ class Inbox:
 
     def put_notice(self, peer: Peer, notice: Delivery) -> None:
         """Add the notice that `peer` is lost; it is delivered after the peer's last message."""
+        self.size += 1
         self._farewells.append((peer, notice))
 
     def drop_before(self, epoch: int) -> list[Peer]:
@@ -87,6 +90,7 @@ class Inbox:
         if dropped:
             self._waiting = [entry for entry in self._waiting if entry[4].epoch >= epoch]
             heapq.heapify(self._waiting)
+            self.size -= len(dropped)
         for _, _, peer, nbytes, _ in dropped:
             peer.unread -= 1
             peer.unread_bytes -= nbytes
@@ -107,9 +111,11 @@ class Inbox:
         for index, (peer, notice) in enumerate(self._farewells):
             if not peer.unread:
                 del self._farewells[index]
+                self.size -= 1
                 return peer, notice
         if not self._waiting:
             return None
+        self.size -= 1
         _, _, peer, nbytes, delivery = heapq.heappop(self._waiting)
         peer.unread -= 1
         peer.unread_bytes -= nbytes

@@ -181,7 +181,7 @@ class LocalVan(Van):
     def _wait(self, deadline_ns: int) -> bool:
         due_ns = self._state.next_deadline_ns()
         waited = super()._wait(deadline_ns if due_ns is None else min(deadline_ns, due_ns))
-        now_ns = self._clock.now_ns()
+        now_ns = self.clock.now_ns()
         self._tick_if_due(now_ns)
         return waited or now_ns < deadline_ns
 

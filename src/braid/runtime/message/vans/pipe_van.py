@@ -67,13 +67,12 @@ class PipeStream:
         Raises:
             PeerLostError: The pipe broke for another reason.
         """
-        self._outbox.add(encode(meta, buffers, FRAME_LIMITS))
-        return self.flush()
+        return self.flush(encode(meta, buffers, FRAME_LIMITS))
 
-    def flush(self) -> int | None:
-        """Write queued bytes that the pipe accepts now; returns what `post` returns."""
+    def flush(self, pieces: Sequence[memoryview] = ()) -> int | None:
+        """Write queued bytes and `pieces`, as many as the pipe accepts; returns as `post` does."""
         try:
-            self._outbox.drain()
+            self._outbox.drain(pieces)
         except (BrokenPipeError, ConnectionResetError):
             return None  # `try_recv` reads the last frames, then raises
         except OSError as exc:

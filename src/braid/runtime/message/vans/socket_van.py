@@ -93,7 +93,7 @@ class SocketVan(StreamVan):
             self._identity,
             timeout_s=self._state.config.timeout_s if timeout_s is None else timeout_s,
             limits=FRAME_LIMITS,
-            clock=self._clock,
+            clock=self.clock,
         )
         peer = node_of(connection.peer)
         if peer != to:

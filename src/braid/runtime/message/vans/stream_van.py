@@ -146,7 +146,7 @@ class StreamVan(Van):
 
     def _wait(self, deadline_ns: int) -> bool:
         """Poll the streams once, or wait while another thread does; see `Van._wait`."""
-        remaining_ns = deadline_ns - self._clock.now_ns()
+        remaining_ns = deadline_ns - self.clock.now_ns()
         if remaining_ns <= 0:
             return False
         if not self._turns.begin():
@@ -210,7 +210,7 @@ class StreamVan(Van):
         reader = stream.fileno()
         writer = getattr(stream, "write_fileno", stream.fileno)()
         self._wires[link] = _Wire(stream, reader, writer, partial(self._allocate, link))
-        self._state.link_up(link, peer, self._clock.now_ns(), known=known)
+        self._state.link_up(link, peer, self.clock.now_ns(), known=known)
         self._schedule(link)
         self._act()
         return link
@@ -233,7 +233,7 @@ class StreamVan(Van):
         if wire.pending:
             self._turns.wake()  # a queued message may have a deadline unknown to the poller
             return
-        now_ns = self._clock.now_ns()
+        now_ns = self.clock.now_ns()
         try:
             for _ in range(_FRAMES_PER_TURN):
                 frame = self._state.next_frame(link, now_ns)
@@ -287,9 +287,14 @@ class StreamVan(Van):
         """
         if self._retired:
             self._close_retired()
-        polled_ns = self._clock.now_ns()
+        polled_ns = self.clock.now_ns()
         due_ns = self._due_ns()
-        for fd, events in self._ready(due_ns, until_ns, polled_ns):
+        is_first = until_ns is None or (due_ns is not None and due_ns < until_ns)
+        first_ns = due_ns if is_first else until_ns
+        pause_s = None if first_ns is None else max(0, first_ns - polled_ns) / 1e9
+        # the van's thread leaves the core to the program
+        wait = self._poller.wait if until_ns is None else self._looking.wait
+        for fd, events in wait(0 if self._due else pause_s):
             link = self._link_of.get(fd)
             if link is not None:
                 self._poll_link(link, events)
@@ -305,21 +310,6 @@ class StreamVan(Van):
                 self._poll_link(link, _ALL_EVENTS)
         if due_ns is not None and due_ns <= polled_ns:
             self._tick(polled_ns)
-
-    def _ready(
-        self, due_ns: int | None, until_ns: int | None, now_ns: int
-    ) -> list[tuple[int, int]]:
-        """Wait for descriptors until one of two times, and return those that are ready."""
-        # the van's thread leaves the core to the program
-        wait = self._poller.wait if until_ns is None else self._looking.wait
-        if self._due:
-            return wait(0)
-        first_ns = due_ns if until_ns is None else until_ns
-        if first_ns is None:
-            return wait(None)
-        if due_ns is not None and due_ns < first_ns:
-            first_ns = due_ns
-        return wait(max(0, first_ns - now_ns) / 1e9)
 
     def _due_ns(self) -> int | None:
         """Return the time of the next timer, if no stream is ready before; None for never."""
@@ -396,9 +386,9 @@ class StreamVan(Van):
                 if wire.pending and not (queued := wire.stream.flush()):
                     wire.pending = False
                     if queued is None:
-                        self._half_close(link, wire, self._clock.now_ns())
+                        self._half_close(link, wire, self.clock.now_ns())
                     else:
-                        self._state.frame_sent(link, self._clock.now_ns())
+                        self._state.frame_sent(link, self.clock.now_ns())
             except CommError as exc:
                 self._state.link_lost(link, _reason(exc, wire))
             if not wire.pending:
@@ -416,7 +406,7 @@ class StreamVan(Van):
                 if frame is None:
                     return
                 with self._lock:
-                    self._state.frame_received(link, frame.meta, self._clock.now_ns())
+                    self._state.frame_received(link, frame.meta, self.clock.now_ns())
                     self._act()
             except CommError as exc:
                 with self._lock:
@@ -431,7 +421,7 @@ class StreamVan(Van):
 
     def _allocate(self, link: int, meta: bytes, sizes: tuple[int, ...]) -> list[memoryview]:
         with self._lock:
-            return list(self._state.allocate(link, meta, sizes, self._clock.now_ns()))
+            return list(self._state.allocate(link, meta, sizes, self.clock.now_ns()))
 
     def _register(self, link: int, wire: _Wire) -> None:
         """Register a link for the events that it waits for."""
