@@ -10,7 +10,8 @@ that are ready when it is sent, and the rest of the request stays open.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+
+import msgspec
 
 from braid.ps.messages import Accepted, Elsewhere, Pulled
 from braid.ps.postoffice import Postoffice
@@ -23,8 +24,7 @@ from braid.runtime.tensor_buffers import as_buffers
 __all__ = ["Answers"]
 
 
-@dataclass(slots=True)
-class AskedShards:
+class AskedShards(msgspec.Struct):
     """A request to a server, with its unanswered shards and the answers that are ready to send.
 
     Attributes:
@@ -43,11 +43,11 @@ class AskedShards:
     begun_ns: int
     whole: bool = False
     number: str = ""
-    names: list[list[str]] = field(default_factory=list)
+    names: list[list[str]] = []
     was_parked: bool = False
-    accepted: list[int] = field(default_factory=list)
-    elsewhere: list[int] = field(default_factory=list)
-    values: dict[int, tuple[Tensors, int]] = field(default_factory=dict)
+    accepted: list[int] = []
+    elsewhere: list[int] = []
+    values: dict[int, tuple[Tensors, int]] = {}
 
 
 class Answers:
@@ -113,8 +113,7 @@ class Answers:
             asked = self._asked[request]
             self._send(request, asked)
             if asked.queries:
-                rest = replace(asked, accepted=[], elsewhere=[], values={}, names=[])
-                self._asked[request] = rest
+                asked.accepted, asked.elsewhere, asked.values, asked.names = [], [], {}, []
             else:
                 del self._asked[request]
 

@@ -10,6 +10,8 @@ a later epoch is deferred until this server has that directory.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain, islice
+from typing import Any
 
 import torch
 
@@ -49,6 +51,7 @@ from braid.ps.protocol.instructions import (
 from braid.ps.protocol.shard_state import ShardState
 from braid.ps.shard import TableShard
 from braid.ps.storage import State as StoredState
+from braid.ps.storage import Tensors
 from braid.ps.table import TableSpec
 from braid.ps.waits import Awaited
 from braid.runtime.message import Delivery, Message, split_node
@@ -143,11 +146,12 @@ class Server:
 
     def handle(self, delivery: Delivery) -> None:
         """Handle a message; refuse an invalid one, and continue."""
-        epoch = getattr(delivery.message, "epoch", getattr(delivery.message, "since", -1))
+        message: Any = delivery.message
+        epoch = message.since if isinstance(message, ShardSnapshot) else message.epoch
         if epoch > self._postoffice.epoch:
             self._deferred.append(delivery)
             return
-        if isinstance(delivery.message, Push | Pull | TableChange) and self._refuses(delivery):
+        if self._refuses(delivery):
             return
         try:
             self._dispatch(delivery)
@@ -180,7 +184,8 @@ class Server:
         match message:
             case Push() | Pull():
                 self._ask(delivery, message)
-                self._record_pushes(message.table, message.shards)
+                if isinstance(message, Push):
+                    self._record_pushes(message.table, message.shards)
             case TableChange():
                 shards = [self._shard(message.table, number) for number in message.shards]
                 if message.lr is not None:
@@ -220,15 +225,12 @@ class Server:
                 "values"
             )
             raise CommError(msg)
-        flat = [spec for specs in message.specs for spec in specs]
+        flat = [*chain.from_iterable(message.specs)]
         tensors = iter(from_buffers(flat, delivery.buffers))
-        values = {
-            number: tuple(next(tensors) for _ in specs)
-            for number, specs in zip(message.shards, message.specs, strict=True)
-        }
-        shards = {number: self._shard(message.table, number) for number in values}
-        for number, value in values.items():
-            storage = shards[number].storage
+        values: dict[int, Tensors] = {}
+        for number, specs in zip(message.shards, message.specs, strict=True):
+            value = values[number] = tuple(islice(tensors, len(specs)))
+            storage = self._shard(message.table, number).storage
             if isinstance(message, Push):
                 storage.check(value)
                 if message.lr is not None:
@@ -240,13 +242,14 @@ class Server:
             self._answers.add(request, values, whole=message.whole, number=message.number)
         else:
             self._answers.add(request, values)
-        for number, shard in shards.items():
+        for number, value in values.items():
+            shard = self._shards[message.table, number]
             self._requests[shard.virtual] += 1
             if isinstance(message, Push):
                 instructions = shard.state.push(
                     worker, message.clock, request, message.key, message.lr
                 )
-                self._act(shard, shard.carry_out(instructions, values[number]))
+                self._act(shard, shard.carry_out(instructions, value))
             else:
                 self._act(shard, shard.state.pull(worker, message.clock, request))
                 self._answers.note_parked(request, number)
@@ -387,14 +390,15 @@ class Server:
                 "tables on all nodes"
             )
             raise CommError(msg)
-        if (table, number) not in self._shards:
+        shard = self._shards.get((table, number))
+        if shard is None:
             count = self._tables[table].num_shards
             msg = (
                 f"table {table!r} has {count} shards here, but the request is for {number}: "
                 "declare the same tables on all nodes"
             )
             raise CommError(f"{msg}: use the same model on workers and servers")
-        return self._shards[table, number]
+        return shard
 
     def _send_to(
         self, server: int | None, message: Message, buffers: Sequence[memoryview] = ()

@@ -38,7 +38,7 @@ def kind_of_optimizer(optimizer: Optimizer) -> OptimizerKind:
     The name of its class decides; other names are `unknown`.
     """
     name = type(optimizer).__name__
-    if any(kind.__name__ == "LBFGS" for kind in type(optimizer).__mro__):
+    if "LBFGS" in [kind.__name__ for kind in type(optimizer).__mro__]:
         return "together"
     if name in BY_ELEMENTS:
         return "by elements"

@@ -37,19 +37,20 @@ def next_record(
     for worker, clock in kept.eligible:
         alone = ((worker, clock),)
         rule = rules.at(clock)
-        is_late = rule.by_clock and clock < completed
-        if (is_late or not rule.by_clock) and kept.repeated(alone, decided):
+        by_clock = rule.by_clock
+        is_late = by_clock and clock < completed
+        if (is_late or not by_clock) and kept.repeated(alone, decided):
             return new_record(*context, dropped=alone)
         if is_late and rule.late == "drop":
             return new_record(*context, dropped=alone)
         if is_late:
             return new_record(*context, alone, scale=_scale(rule, _needed(rule, clock, members)))
-        if not rule.by_clock and completed >= rules.begin(clock):
+        if not by_clock and completed >= rules.begin(clock):
             return new_record(*context, alone, scale=_scale(rule, len(members)))
     rule = rules.at(completed)
     if not rule.by_clock:
         return new_record(*context) if decided.slowest(members) > completed else None
-    workers = sorted(worker for worker, clock in kept.eligible if clock == completed)
+    workers = sorted([worker for worker, clock in kept.eligible if clock == completed])
     needed = _needed(rule, completed, members)
     if not needed and members:  # all members began at a later clock
         return new_record(*context, completed=min(members.values()))
@@ -57,7 +58,7 @@ def next_record(
         return None
     arrived = [(worker, completed) for worker in workers]
     dropped = kept.repeated(arrived, decided)
-    pushes = tuple(push for push in arrived if push not in dropped)
+    pushes = tuple([push for push in arrived if push not in dropped])
     scale = _scale(rule, max(1, len(pushes)))
     return new_record(*context, pushes, dropped=dropped, scale=scale, completed=completed + 1)
 
@@ -80,22 +81,22 @@ def new_record(
         completed = decided.completed
         if not decided.rules.at(completed).by_clock:
             completed = max(completed, decided.slowest(members, pushes))
-    keys = kept.keys(pushes)
+    updates, oldest, lr = kept.details(pushes)
     return ShardRecord(
         number=decided.number + 1,
         pushes=pushes,
         scale=scale,
         dropped=dropped,
         completed=completed,
-        updates=tuple((key.task, key.number) for key in keys),
-        oldest_task=max((key.oldest for key in keys), default=0),
-        step_lr=kept.lr(pushes),
+        updates=updates,
+        oldest_task=oldest,
+        step_lr=lr,
     )
 
 
 def _needed(rule: Consistency, clock: int, members: Mapping[int, int]) -> int:
     """Return the number of live workers whose push completes a clock."""
-    count = sum(start <= clock for start in members.values())
+    count = len([start for start in members.values() if start <= clock])
     return count if rule.quorum is None else min(rule.quorum, count)
 
 

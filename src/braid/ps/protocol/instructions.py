@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple, TypeAlias
 
+import msgspec
+
 from braid.ps.protocol.progress import Push, ShardRecord
 
 __all__ = [
@@ -42,38 +44,38 @@ class View(NamedTuple):
     members: Mapping[int, int]
 
 
-class Keep(NamedTuple):
+class Keep(msgspec.Struct, frozen=True):
     """Instruction: keep the value of a push until it is summed."""
 
     worker: int
     clock: int
 
 
-class DropPushes(NamedTuple):
+class DropPushes(msgspec.Struct, frozen=True):
     """Instruction: delete the kept values of pushes."""
 
     pushes: tuple[Push, ...]
 
 
-class Merge(NamedTuple):
+class Merge(msgspec.Struct, frozen=True):
     """Instruction: sum the kept values of the pushes that one record (a change) combines."""
 
     record: ShardRecord
 
 
-class SendOn(NamedTuple):
+class SendOn(msgspec.Struct, frozen=True):
     """Instruction: send a record (a change) and its sum to the server with the next copy."""
 
     number: int
 
 
-class Apply(NamedTuple):
+class Apply(msgspec.Struct, frozen=True):
     """Instruction: step the optimizer with the sum of a record, which is one change."""
 
     record: ShardRecord
 
 
-class Confirm(NamedTuple):
+class Confirm(msgspec.Struct, frozen=True):
     """Instruction: confirm records (changes) up to a number to the previous copy's server.
 
     This server and all servers after it have these records.
@@ -82,25 +84,25 @@ class Confirm(NamedTuple):
     number: int
 
 
-class Accept(NamedTuple):
+class Accept(msgspec.Struct, frozen=True):
     """Instruction: accept a push or a change, since all servers with a copy have it."""
 
     request: Request
 
 
-class AnswerPull(NamedTuple):
+class AnswerPull(msgspec.Struct, frozen=True):
     """Instruction: answer a pull with the values."""
 
     request: Request
 
 
-class Moved(NamedTuple):
+class Moved(msgspec.Struct, frozen=True):
     """Instruction: report to a request's sender that another server decides on the shard."""
 
     request: Request
 
 
-class Install(NamedTuple):
+class Install(msgspec.Struct, frozen=True):
     """Instruction: send the whole state of the shard to a server that will have a copy."""
 
     server: int

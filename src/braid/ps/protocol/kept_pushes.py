@@ -7,7 +7,7 @@ from itertools import count
 from typing import NamedTuple
 
 from braid.ps.protocol.instructions import Request
-from braid.ps.protocol.progress import Push, ShardProgress
+from braid.ps.protocol.progress import Push, ShardProgress, TaskUpdate
 
 __all__ = ["KeptPushes", "TaskKey"]
 
@@ -62,18 +62,24 @@ class KeptPushes:
                 self.eligible.append((worker, clock))
             clock += 1
 
-    def keys(self, pushes: Sequence[Push]) -> list[TaskKey]:
-        """Return the task keys of those pushes which belong to a task."""
-        return [self._keys[push] for push in pushes if push in self._keys]
+    def other_rate(self, clock: int, lr: float | None) -> tuple[int, float] | None:
+        """Return a worker whose kept push of a clock has another learning rate, and the rate."""
+        for (worker, other), rate in self._lrs.items():
+            if other == clock and lr not in (None, rate):
+                return worker, rate
+        return None
 
-    def other_rates(self, clock: int, lr: float | None) -> dict[int, float]:
-        """Return the learning rates of the kept pushes of a clock that differ, by worker."""
-        rates = {worker: rate for (worker, c), rate in self._lrs.items() if c == clock}
-        return {worker: rate for worker, rate in rates.items() if lr not in (None, rate)}
-
-    def lr(self, pushes: Sequence[Push]) -> float | None:
-        """Return the learning rate of the first push that sets one; None if no push does."""
-        return next((self._lrs[push] for push in pushes if push in self._lrs), None)
+    def details(self, pushes: Sequence[Push]) -> tuple[tuple[TaskUpdate, ...], int, float | None]:
+        """Return the tasks' updates in pushes, the first open task, and the first push's rate."""
+        updates: list[TaskUpdate] = []
+        oldest, lr = 0, None
+        for push in pushes:
+            if (key := self._keys.get(push)) is not None:
+                updates.append((key.task, key.number))
+                oldest = max(oldest, key.oldest)
+            if lr is None:
+                lr = self._lrs.get(push)
+        return tuple(updates), oldest, lr
 
     def repeated(self, pushes: Sequence[Push], progress: ShardProgress) -> tuple[Push, ...]:
         """Return the pushes of tasks that were applied before, or come twice in `pushes`."""

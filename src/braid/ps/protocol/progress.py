@@ -118,8 +118,10 @@ class ShardProgress:
 
     def is_over(self, clock: int) -> bool:
         """Return whether a quorum has completed a clock, so that workers need not push for it."""
+        if clock >= self.completed:
+            return False
         rule = self.rules.at(clock)
-        return clock < self.completed and rule.quorum is not None and rule.late == "drop"
+        return rule.quorum is not None and rule.late == "drop"
 
     def clocks_of(self, members: Mapping[int, int]) -> dict[int, int]:
         """Return the clock of each worker's next push; `members` maps workers to first clocks."""
@@ -183,7 +185,7 @@ class ShardProgress:
 
     def rate(self, record: ShardRecord) -> float | None:
         """Return the learning rate for a record (a change); None if the rate never changed."""
-        if record.step_lr is not None:
+        if record.step_lr is not None or not self.rates:
             return record.step_lr
         clock = min((clock for _, clock in record.pushes), default=0)
         return next((lr for begin, lr in reversed(self.rates.items()) if begin <= clock), None)

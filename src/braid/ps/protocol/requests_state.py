@@ -17,8 +17,9 @@ returns. Requests are sent again in the order in which they were made.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import KW_ONLY, dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
+
+import msgspec
 
 from braid.runtime.message import Delivery, Message
 from braid.runtime.wire import Buffer
@@ -29,8 +30,7 @@ Build: TypeAlias = Callable[[tuple[int, ...]], "tuple[Message, Sequence[Buffer]]
 OnAnswer: TypeAlias = Callable[[Delivery, tuple[int, ...]], None]
 
 
-@dataclass(slots=True, eq=False)
-class PendingRequest:
+class PendingRequest(msgspec.Struct, eq=False):
     """A request that not all nodes have answered.
 
     Attributes:
@@ -58,22 +58,21 @@ class PendingRequest:
     route: Callable[[int], str | None]
     build: Build
     on_answer: OnAnswer | None = None
-    _: KW_ONLY
     on_done: Callable[[], None] | None = None
     on_failed: Callable[[], object] | None = None
     memory: Callable[[int], list[memoryview]] | None = None
     priority: int = 0
     is_write: bool = False
     timestamp: int = -1
-    asked: dict[int, str] = field(default_factory=dict)
-    stuck: set[int] = field(default_factory=set)
-    ids: list[int] = field(default_factory=list)
+    asked: dict[int, str] = {}
+    stuck: set[int] = set()
+    ids: list[int] = []
     message: Message | None = None
     due_ns: int = 0
     pause_ns: int = 0
 
 
-class SendParts(NamedTuple):
+class SendParts(msgspec.Struct, frozen=True):
     """Instruction: send these parts of a request to a node."""
 
     request: PendingRequest
@@ -81,13 +80,13 @@ class SendParts(NamedTuple):
     parts: tuple[int, ...]
 
 
-class Done(NamedTuple):
+class Done(msgspec.Struct, frozen=True):
     """Instruction: complete a request, since all its parts are answered."""
 
     request: PendingRequest
 
 
-class PartsLost(NamedTuple):
+class PartsLost(msgspec.Struct, frozen=True):
     """Instruction: fail a request, since no node has these parts any more."""
 
     request: PendingRequest

@@ -156,12 +156,11 @@ class ShardState:
                 f"are at clock {self.decided.completed}, so begin this worker at a later clock"
             )
             raise CommError(msg)
-        if rule.by_clock and (others := self._kept.other_rates(clock, lr)):
-            other, rate = next(iter(others.items()))
+        if rule.by_clock and (other := self._kept.other_rate(clock, lr)):
             msg = (
                 f"worker {worker} pushed for clock {clock} with learning rate {lr}, but worker "
-                f"{other} with {rate}, and one step takes both pushes: step schedulers with the "
-                "same numbers on all workers"
+                f"{other[0]} with {other[1]}, and one step takes both pushes: step schedulers with "
+                "the same numbers on all workers"
             )
             raise CommError(msg)
         if not self._kept.add((worker, clock), request, key, lr):
@@ -381,9 +380,9 @@ class ShardState:
         self.confirmed = max(self.confirmed, number)
         if self.predecessor is not None:
             instructions.append(Confirm(self.confirmed))
-        ready = [request for n, request in self._accepts if n <= self.confirmed]
+        instructions += [Accept(request) for n, request in self._accepts if n <= self.confirmed]
         self._accepts = [accept for accept in self._accepts if accept[0] > self.confirmed]
-        return [*instructions, *(Accept(request) for request in ready)]
+        return instructions
 
     def _accept_from(self, number: int, request: Request) -> list[Instruction]:
         """Accept a request, now or once the record `number` is confirmed."""
@@ -394,7 +393,7 @@ class ShardState:
 
     def _freed(self) -> list[Instruction]:
         """Return answers for pulls that are now fresh enough."""
-        if self.applied.number > self.confirmed:
+        if not self._parked or self.applied.number > self.confirmed:
             return []  # a new head must not return values that its successors may lack
         freed = [r for r, (worker, clock) in self._parked.items() if self._shows(worker, clock)]
         for request in freed:

@@ -36,7 +36,7 @@ def sum_of(grads: Sequence[torch.Tensor], scale: float) -> torch.Tensor:
     16-bit gradients are summed in float32 and rounded once, as in collectives of a group.
     """
     total = grads[0].detach().contiguous()
-    parts = [total, *(grad.detach() for grad in grads[1:])]
+    parts = [total, *map(torch.Tensor.detach, grads[1:])]
     combine(parts, total, "sum", None if scale == 1.0 else scale)
     return total
 
@@ -54,6 +54,7 @@ class _Vector(Storage):
             raise ConfigError(msg)
         self.table = table
         self._values = values.detach().clone(memory_format=torch.contiguous_format)
+        self._pushed = (Expected("grad", values.dtype, tuple(values.shape)),)
         self._updates = 0
 
     @property
@@ -62,9 +63,8 @@ class _Vector(Storage):
         return self._values
 
     def check(self, push: Tensors) -> None:
-        expected = Expected("grad", self._values.dtype, tuple(self._values.shape))
         advice = "Declare the same table on workers and servers"
-        check_tensors(self.table, "a push", push, [expected], advice)
+        check_tensors(self.table, "a push", push, self._pushed, advice)
 
     def check_query(self, query: Tensors) -> None:
         check_tensors(self.table, "a query", query, [], "Pull the whole shard, without tensors")
@@ -130,7 +130,6 @@ class DenseStorage(_Vector):
         self._stepper = stepper_of(table, self._values, rule)
         self._lent = False
 
-    @torch.no_grad()
     def apply(self, update: Tensors) -> None:
         """Take one step; copy the vector first if it was read since the last step."""
         (grad,) = update
