@@ -47,8 +47,8 @@ def test_requests_are_named_with_the_ranks_that_must_answer():
     node.clock.advance(1)  # a record without a time is empty
     pull = Pull(0, "w", 5, (0,), [[]])
     for message, nodes in ((pull, ["server:0", "server:9"]), (Barrier("end", ()), ["scheduler"])):
-        with node.waits.ask(message, nodes, 4):
-            pass
+        span = node.waits.ask(message, nodes, 4)
+        assert span is not None
     ring = node.recorder.ring
     assert [(ring.name(event.kind), event.seq) for event in ring.tail(64)] == [
         ("pull(table 'w', asked of rank 1)", 5),

@@ -13,7 +13,6 @@ Source: PS-Lite's Customer. There, `Wait` has no timeout, and a callback that wa
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -38,6 +37,7 @@ from braid.ps.protocol.requests_state import (
     RequestsState,
     SendParts,
 )
+from braid.runtime.events import Span
 from braid.runtime.message import Delivery, Message
 
 __all__ = ["Customer", "ask_scheduler", "dealt_ranges"]
@@ -108,31 +108,35 @@ class Customer:
             CommTimeout: Parts are unanswered; the error names the asked nodes and their waits.
         """
         if timestamp in self._requests:
-            with self.postoffice.events.span("wait", seq=timestamp), self._asking(timestamp):
-                try:
-                    self.postoffice.wait_until(
-                        lambda: timestamp not in self._requests or bool(self.postoffice.failure),
-                        timeout_s,
-                        lambda: self._missing(timestamp),
-                    )
-                except CommTimeout as exc:
-                    with self.postoffice.lock.lock:  # its answer may come now, in another thread
-                        request = self._requests.get(timestamp)
-                        asked = {node for node in request.asked.values() if node} if request else {}
-                        if request is not None and not request.is_write:
-                            self.cancel(timestamp)
-                    raise explained(self.postoffice, exc, sorted(asked)) from None
+            events = self.postoffice.events
+            begin_ns = events.now_ns()
+            try:
+                self.postoffice.wait_until(
+                    lambda: timestamp not in self._requests or self.postoffice.failure,
+                    timeout_s,
+                    lambda: self._missing(timestamp),
+                    lambda: self._asking(timestamp),
+                )
+            except CommTimeout as exc:
+                with self.postoffice.lock.lock:  # its answer may come now, in another thread
+                    request = self._requests.get(timestamp)
+                    asked = {node for node in request.asked.values() if node} if request else {}
+                    if request is not None and not request.is_write:
+                        self.cancel(timestamp)
+                raise explained(self.postoffice, exc, sorted(asked)) from None
+            finally:
+                events.complete("wait", begin_ns, events.now_ns() - begin_ns, seq=timestamp)
         if timestamp in self._errors:
             raise self._errors.pop(timestamp)
         if timestamp in self._requests:
             self.postoffice.raise_failure()
 
-    def _asking(self, timestamp: int) -> contextlib.AbstractContextManager[object]:
-        """Return the span of the wait for a request, for reports of hangs."""
+    def _asking(self, timestamp: int) -> Span | None:
+        """Begin the span of the wait for a request, for reports of hangs."""
         with self.postoffice.lock.lock:
             request = self._requests.get(timestamp)
             if request is None:
-                return contextlib.nullcontext()
+                return None
             message, nodes = request.message, {*request.asked.values()}
         return self.postoffice.waits.ask(message, nodes, timestamp)
 
@@ -253,7 +257,7 @@ class Customer:
         elif isinstance(message, Repeat):
             self._act(self._state.again(request, message.parts))
         elif isinstance(message, Answer):
-            new = tuple(part for part in message.parts if part in request.asked)
+            new = tuple([part for part in message.parts if part in request.asked])
             if request.on_answer is not None and new:
                 request.on_answer(delivery, new)
             self._act(self._state.answered(request, new))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -153,10 +152,12 @@ class DenseTable(Table):
         flat = grad.detach().contiguous().view(-1)
 
         def build(parts: tuple[int, ...]) -> tuple[Specs, Sequence[memoryview]]:
-            pushes = [self._push_of(flat, part, has) for part in parts]
-            specs, buffers = as_buffers([*chain.from_iterable(pushes)])
-            rest = iter(specs)
-            return [[*islice(rest, len(push))] for push in pushes], buffers
+            specs, buffers = [], []
+            for part in parts:
+                shard_specs, views = as_buffers(self._push_of(flat, part, has))
+                specs.append(shard_specs)
+                buffers += views
+            return specs, buffers
 
         return self._push(build, priority, lr)
 

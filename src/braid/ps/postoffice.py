@@ -35,14 +35,15 @@ from braid.ps.messages import (
 )
 from braid.ps.protocol.directory import SCHEDULER, Directory
 from braid.ps.waits import Waits
-from braid.runtime.events import Recorder
+from braid.runtime.events import Recorder, Span
 from braid.runtime.message import Delivery, Message, PeerLost, Van, split_node
 from braid.runtime.message.guard import Guard
 from braid.runtime.wire import Buffer
 
 __all__ = ["Handler", "Postoffice"]
 
-TICK_S = 0.25  # longest sleep
+TICK_S = 0.25  # between two ticks, and the longest sleep
+SHORT_NS = 10_000_000  # shorter waits are not described for reports of hangs
 JOIN_S = 10.0  # to reach the scheduler, which listens before others know its address
 Handler: TypeAlias = Callable[[Delivery], None]
 Views: TypeAlias = list[memoryview]
@@ -64,6 +65,7 @@ class Postoffice:
         node: Name of this node.
         links: Links to other nodes.
         lock: Lock under which handlers run; threads hold it to make requests.
+        new_id: Returns a request number that no process of this node has used before.
         scheduler: Address of the scheduler.
         resend_s: Seconds after which unanswered messages are sent again; None on reliable links.
     """
@@ -105,8 +107,10 @@ class Postoffice:
         self._announced = 0  # number of the last NodeJoin that the scheduler has not answered
         self._now_ns = van.clock.now_ns
         self._resent_ns = self._now_ns()
+        self._pause_s = min(TICK_S, resend_s or TICK_S)
+        self._tick_ns = 0  # time of the next `tick`
         # servers may still hold requests of an earlier life of this node: numbers must differ
-        self._ids = itertools.count((van.incarnation % (1 << 30) << 32) + 1)
+        self.new_id = itertools.count((van.incarnation % (1 << 30) << 32) + 1).__next__
         self.lock = Guard()
         self._is_receiving = False
 
@@ -158,10 +162,6 @@ class Postoffice:
 
         self.van.receive_into(kind, allocate)
 
-    def new_id(self) -> int:
-        """Return a request number that no process of this node has used before."""
-        return next(self._ids)
-
     def expect(self, message_id: int, handler: Handler) -> None:
         """Register the function that handles the answers to the message with a number."""
         self._expected[message_id] = handler
@@ -191,12 +191,12 @@ class Postoffice:
         """
         self.begin(JOIN_S if timeout_s is None else min(timeout_s, JOIN_S))
         try:
-            with self.waits.ask(NodeJoin(""), [SCHEDULER], 0):
-                self.wait_until(
-                    lambda: self.directory or self.failure or not self.links.works(SCHEDULER),
-                    timeout_s,
-                    lambda: "not all servers and workers have joined the scheduler",
-                )
+            self.wait_until(
+                lambda: self.directory or self.failure or not self.links.works(SCHEDULER),
+                timeout_s,
+                lambda: "not all servers and workers have joined the scheduler",
+                lambda: self.waits.ask(NodeJoin(""), [SCHEDULER], 0),
+            )
         except CommTimeout as exc:
             raise explained(self, exc, [SCHEDULER]) from None
         if self.directory is None and not self.failure:
@@ -298,6 +298,7 @@ class Postoffice:
         is_over: Callable[[], object],
         timeout_s: float | None = None,
         missing: Callable[[], str] = lambda: "",
+        span: Callable[[], Span | None] = lambda: None,
     ) -> None:
         """Receive and handle messages until `is_over()`.
 
@@ -305,26 +306,39 @@ class Postoffice:
             is_over: Condition; checked after each message.
             timeout_s: Deadline; 300 s when None, none when infinite.
             missing: Function that describes what is missing, for the error.
+            span: Function that records the wait for reports of hangs, unless it is over soon.
 
         Raises:
             CommTimeout: `is_over` is not true by the deadline.
             StaleError: The van is closed.
         """
         seconds = 300.0 if timeout_s is None else timeout_s
-        deadline_ns = self._now_ns() + seconds * 1e9
-        while True:
-            with self.lock.lock:
-                if is_over():
-                    return
-                left_s = (deadline_ns - self._now_ns()) / 1e9
-                if left_s <= 0:
+        begin_ns = self._now_ns()
+        deadline_ns = begin_ns + seconds * 1e9
+        if not self._handle_until(is_over, min(deadline_ns, begin_ns + SHORT_NS)):
+            with span() or contextlib.nullcontext():
+                if not self._handle_until(is_over, deadline_ns):
                     msg = f"{self.node} timed out after {seconds:g} s: {missing()}"
                     raise CommTimeout(msg)
+
+    def _handle_until(self, is_over: Callable[[], object], deadline_ns: float) -> bool:
+        """Receive and handle messages until `is_over()`; return False at the deadline."""
+        while True:
+            with self.lock.lock:
+                now_ns = self._now_ns()
+                if now_ns >= self._tick_ns:
+                    self.tick(now_ns)
+                if is_over():
+                    return True
+                left_s = (deadline_ns - now_ns) / 1e9
+                if left_s <= 0:
+                    return False
                 if self._is_receiving:
                     self.lock.wait(min(left_s, threading.TIMEOUT_MAX))
                 else:
-                    self._receive(min(left_s, TICK_S, self.resend_s or TICK_S))
-            self._run_callbacks()
+                    self._receive(min(left_s, self._pause_s))
+            if self._soon:
+                self._run_callbacks()
 
     def poll(self, delivery: Delivery | None = None) -> None:
         """Handle `delivery` and all messages that have arrived, without waiting for more."""
@@ -333,7 +347,7 @@ class Postoffice:
                 self.handle(delivery)
             while not self._is_receiving and (delivery := self.van.try_recv()) is not None:
                 self.handle(delivery)
-            self.tick()
+            self.tick(self._now_ns())
         self._run_callbacks()
 
     def call_soon(self, call: Callable[[], None]) -> None:
@@ -361,10 +375,10 @@ class Postoffice:
         finally:
             self.lock.acquire()
             self._is_receiving = False
-            self.lock.notify_all()
+            if self.lock.num_waiting:
+                self.lock.notify_all()
         if delivery is not None:
             self.handle(delivery)
-        self.tick()
 
     def handle(self, delivery: Delivery) -> None:
         """Handle a message that has arrived; drop an answer that is not expected."""
@@ -377,9 +391,9 @@ class Postoffice:
         if handler is not None:
             handler(delivery)
 
-    def tick(self) -> None:
+    def tick(self, now_ns: int) -> None:
         """Reconnect broken links that are due, and resend unanswered messages every `resend_s`."""
-        now_ns = self._now_ns()
+        self._tick_ns = now_ns + round(self._pause_s * 1e9)
         for call in self._on_tick:
             call()
         for node in self.links.restore(now_ns) if self.links.broken else ():

@@ -70,6 +70,7 @@ class Server:
 
     Attributes:
         is_drained: Whether the server has left the run after a call of `drain`.
+        alone_s: Seconds since this server lost its last link to another node; 0 while it has one.
     """
 
     def __init__(
@@ -87,7 +88,8 @@ class Server:
         self._loads_ns = postoffice.van.clock.now_ns()
         self._is_draining = False
         self._is_member = False  # of the directory
-        self._alone_ns: int | None = None  # time since which no other node is connected
+        self._linked_ns = self._loads_ns  # last time at which another node was connected
+        self.alone_s = 0.0
         self.is_drained = False
         postoffice.register(
             dict.fromkeys(
@@ -120,13 +122,6 @@ class Server:
     def waiting(self) -> list[str]:
         """Return the pending waits of all shards as lines of text, without duplicates."""
         return sorted({line for shard in self.shards for line in shard.state.waiting()})
-
-    @property
-    def alone_s(self) -> float:
-        """Seconds since this server lost its last link to another node; 0 while it has a link."""
-        if self._alone_ns is None:
-            return 0.0
-        return (self._postoffice.van.clock.now_ns() - self._alone_ns) / 1e9
 
     def alone_text(self, seconds: float) -> str:
         """Return the error message of a server that has had no link for `seconds`."""
@@ -295,9 +290,8 @@ class Server:
         office = self._postoffice
         office.waits.hold(self._awaited)
         if office.links.works(SCHEDULER) or office.van.peers:
-            self._alone_ns = None
-        elif self._alone_ns is None:
-            self._alone_ns = now_ns
+            self._linked_ns = now_ns
+        self.alone_s = (now_ns - self._linked_ns) / 1e9
         if self._rebalance_s is None or now_ns - self._loads_ns < self._rebalance_s * 1e9:
             return
         self._loads_ns = now_ns

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from functools import partial
 
 from braid.errors import PeerLostError
 from braid.ps.postoffice import Postoffice
@@ -58,7 +59,7 @@ def serve(
     if not office.join_unless(lambda: is_late and has_ended()):
         return
     with office.events.span("serve"):
-        office.wait_until(lambda: is_over(office, server, has_ended), math.inf)
+        office.wait_until(partial(is_over, office, server, has_ended), math.inf)
     if office.failure:
         raise PeerLostError("; ".join([office.failure, *server.waiting()]))
     if server.alone_s < ALONE_S:

@@ -10,7 +10,6 @@ span for a request that it holds only after about a second.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Mapping
 
 from braid.ps.messages import Barrier, NextData, NodeJoin, Pull, Push, TableChange
@@ -52,10 +51,8 @@ class Waits:
             if self._lives.setdefault(worker, life) != life:
                 self._replaced.add(f"worker:{worker}")
 
-    def ask(
-        self, message: Message | None, nodes: Iterable[str], number: int
-    ) -> contextlib.AbstractContextManager[object]:
-        """Return a context manager that records the wait for some nodes' answers to a request.
+    def ask(self, message: Message | None, nodes: Iterable[str], number: int) -> Span | None:
+        """Begin a span of the wait for some nodes' answers to a request; None for unknown nodes.
 
         Args:
             message: The request.
@@ -64,7 +61,7 @@ class Waits:
         """
         ranks = self._ranks_of(nodes)
         if not ranks:
-            return contextlib.nullcontext()
+            return None
         what, number = _described(message, number)
         return self._events.span(
             f"{what}, asked of {ranks})",

@@ -18,6 +18,7 @@ the necessary shards move.
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -46,6 +47,7 @@ NUM_VIRTUAL = 64
 UNEVEN = 0.25  # fraction of the mean load by which measured loads must differ before shards move
 
 
+@functools.lru_cache(maxsize=4096)
 def server_node(number: int) -> str:
     """Return the name of the server with a number, such as `server:2`."""
     return f"server:{number}"
@@ -61,6 +63,7 @@ def name_of(role: Role, number: int) -> str:
     return SCHEDULER if role == "scheduler" else f"{role}:{number}"
 
 
+@functools.lru_cache(maxsize=4096)
 def virtual_shard(table: str, shard: int, count: int = NUM_VIRTUAL) -> int:
     """Return the number of a shard's virtual shard, a set of shards on the same servers."""
     return (zlib.crc32(table.encode()) + shard) % count
