@@ -50,11 +50,11 @@ def next_record(
     rule = rules.at(completed)
     if not rule.by_clock:
         return new_record(*context) if decided.slowest(members) > completed else None
+    begin = min(members.values(), default=completed)
+    if begin > completed:  # all members began at a later clock
+        return new_record(*context, completed=begin)
     workers = sorted([worker for worker, clock in kept.eligible if clock == completed])
-    needed = _needed(rule, completed, members)
-    if not needed and members:  # all members began at a later clock
-        return new_record(*context, completed=min(members.values()))
-    if not len(set(workers) & members.keys()) >= needed > 0:
+    if not workers or not len(members.keys() & workers) >= _needed(rule, completed, members) > 0:
         return None
     arrived = [(worker, completed) for worker in workers]
     dropped = kept.repeated(arrived, decided)

@@ -108,4 +108,4 @@ class KeptPushes:
         for push in pushes:
             self._keys.pop(push, None)
             self._lrs.pop(push, None)
-        return [self.requests.pop(push) for push in pushes]
+        return [*map(self.requests.pop, pushes)]

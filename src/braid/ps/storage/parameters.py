@@ -95,7 +95,6 @@ class ParameterStorage(Storage):
         has = torch.stack([push[1] for push in pushes]).amax(0)
         return (total,) if bool(has.all()) else (total, has)
 
-    @torch.no_grad()
     def apply(self, update: Tensors) -> None:
         """Step the parameters that have a gradient."""
         if len(update) > 1 and self._lengths != self._sizes:

@@ -228,6 +228,9 @@ class TorchStepper(Stepper):
                 "as SGD or AdamW, and change it by its options and hooks"
             )
             raise ConfigError(msg)
+        for group in optimizer.param_groups:
+            if group.get("foreach", True) is None:  # torch would look at all devices in each step
+                group["foreach"] = False  # as torch chooses on the CPU
         groups = [len(group["params"]) for group in optimizer.param_groups]
         if groups != [1]:
             msg = (

@@ -22,7 +22,6 @@ from braid.runtime.message.protocol.heads import (
     Beat,
     Bye,
     Cancel,
-    Head,
     Hello,
     More,
     Open,
@@ -145,7 +144,7 @@ class Inflow:
         Raises:
             CommError: The frame breaks the protocol; nothing was allocated.
         """
-        head = self._unpack(meta)
+        head = unpack(meta, self._peer)
         if isinstance(head, Open):
             self._begin(head, now_ns)
         elif not isinstance(head, More):
@@ -175,7 +174,7 @@ class Inflow:
             self._filling = None
             assembly.filled(sizes)
         else:
-            head = self._unpack(meta)
+            head = unpack(meta, self._peer)
             if not isinstance(head, Open):
                 return self._control(head)
             assembly = self._begin(head, now_ns)
@@ -185,6 +184,9 @@ class Inflow:
 
     def _control(self, head: Hello | Beat | Bye | Cancel | More) -> Event | None:
         """Process a frame without bytes of a message."""
+        if isinstance(head, Hello) == self._greeted:
+            when = "twice" if self._greeted else "before Hello"
+            raise self._broken(f"{type(head).__name__} {when}")
         if isinstance(head, Cancel):
             if self._open.pop(head.priority, None) is None:
                 raise self._broken("the end of a message that is not open")
@@ -195,16 +197,10 @@ class Inflow:
             self._greeted = True
         return head
 
-    def _unpack(self, meta: bytes) -> Head:
-        head = unpack(meta, self._peer)
-        if isinstance(head, Hello) == self._greeted:
-            raise self._broken(
-                f"{type(head).__name__} {'twice' if self._greeted else 'before Hello'}"
-            )
-        return head
-
     def _begin(self, head: Open, now_ns: int) -> _Assembly:
         """Begin a message: check its sizes, then allocate."""
+        if not self._greeted:
+            raise self._broken("Open before Hello")
         if head.priority in self._open:
             raise self._broken(f"a second open message of priority {head.priority}")
         nbytes = len(head.body) + head.body_bytes + sum(head.sizes)
@@ -262,7 +258,10 @@ class Inflow:
                 )
                 raise CommError(msg) from exc
         if chosen is None:
-            return self._pool_memory(head)
+            try:
+                return list(map(self._pool.lend, sizes))
+            except (MemoryError, OSError) as exc:
+                raise self._no_memory(head, sum(sizes)) from exc
         chosen_sizes = tuple(map(len, chosen))
         if chosen_sizes != sizes or any(len(view) and view.readonly for view in chosen):
             msg = (
@@ -278,12 +277,6 @@ class Inflow:
             return memoryview(bytearray(head.body_bytes))
         except MemoryError as exc:
             raise self._no_memory(head, head.body_bytes) from exc
-
-    def _pool_memory(self, head: Open) -> list[memoryview]:
-        try:
-            return list(map(self._pool.lend, head.sizes))
-        except (MemoryError, OSError) as exc:
-            raise self._no_memory(head, sum(head.sizes)) from exc
 
     def _no_memory(self, head: Open, nbytes: int) -> CommError:
         msg = (

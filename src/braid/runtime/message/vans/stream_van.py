@@ -288,7 +288,11 @@ class StreamVan(Van):
         if self._retired:
             self._close_retired()
         polled_ns = self.clock.now_ns()
-        due_ns = self._due_ns()
+        with self._lock:
+            due_ns = self._state.next_deadline_ns()
+        accept_ns = None if self._listener is None else self._listener.next_deadline_ns()
+        if accept_ns is not None and (due_ns is None or accept_ns < due_ns):
+            due_ns = accept_ns
         is_first = until_ns is None or (due_ns is not None and due_ns < until_ns)
         first_ns = due_ns if is_first else until_ns
         pause_s = None if first_ns is None else max(0, first_ns - polled_ns) / 1e9
@@ -310,15 +314,6 @@ class StreamVan(Van):
                 self._poll_link(link, _ALL_EVENTS)
         if due_ns is not None and due_ns <= polled_ns:
             self._tick(polled_ns)
-
-    def _due_ns(self) -> int | None:
-        """Return the time of the next timer, if no stream is ready before; None for never."""
-        with self._lock:
-            due_ns = self._state.next_deadline_ns()
-        accept_ns = None if self._listener is None else self._listener.next_deadline_ns()
-        if accept_ns is None or (due_ns is not None and due_ns < accept_ns):
-            return due_ns
-        return accept_ns
 
     def _tick(self, now_ns: int) -> None:
         """Run the timers that were due before the last poll of the streams."""
