@@ -100,6 +100,7 @@ class Answers:
             number = shard.state.clock(worker) if asked.number == "clock" else oldest
             asked.values[shard.number] = (), number
         elif asked.whole:
+            shard.step()
             state = shard.storage.export()
             asked.names.append(list(state))
             asked.values[shard.number] = tuple(state.values()), shard.state.applied.number

@@ -81,6 +81,7 @@ class Server:
         self._tables: dict[str, TableSpec] = {}
         self._shards: dict[tuple[str, int], TableShard] = {}
         self._answers = Answers(postoffice)
+        self._acted: list[TableShard] = []  # in the event that is being handled
         self._deferred: list[Delivery] = []
         self._reported: set[tuple[int, int]] = set()  # installed virtual shards, `since` of each
         self._requests = [0] * NUM_VIRTUAL  # by virtual shard, since the last report
@@ -153,7 +154,7 @@ class Server:
         except BraidError as exc:
             self._answers.drop((delivery.sender, delivery.id))
             self._send(delivery.sender, RequestRefused(str(exc)), answers=delivery.id)
-        self._answers.send()
+        self._finish()
 
     def _refuses(self, delivery: Delivery) -> bool:
         """Refuse a worker process that was removed from the run, and send it the reason.
@@ -179,8 +180,6 @@ class Server:
         match message:
             case Push() | Pull():
                 self._ask(delivery, message)
-                if isinstance(message, Push):
-                    self._record_pushes(message.table, message.shards)
             case TableChange():
                 shards = [self._shard(message.table, number) for number in message.shards]
                 if message.lr is not None:
@@ -249,20 +248,22 @@ class Server:
                 self._act(shard, shard.state.pull(worker, message.clock, request))
                 self._answers.note_parked(request, number)
 
-    def _record_pushes(self, table: str, shards: Sequence[int]) -> None:
-        """Record events of dropped and summed pushes, with the largest staleness over shards."""
-        lags: dict[tuple[int, int], int] = {}
-        dropped: set[tuple[int, int]] = set()
-        for number in shards:
-            shard = self._shards[table, number]
+    def _finish(self) -> None:
+        """Send the answers; then step, and record events of pushes with their largest staleness."""
+        self._answers.send()
+        acted, self._acted = self._acted, []
+        lags: dict[tuple[str, tuple[int, int]], int] = {}
+        dropped: set[tuple[str, tuple[int, int]]] = set()
+        for shard in acted:
+            shard.step()
             for push, lag in shard.staleness.items():
-                lags[push] = max(lag, lags.get(push, 0))
-            dropped |= shard.dropped
+                lags[shard.table, push] = max(lag, lags.get((shard.table, push), 0))
+            dropped.update([(shard.table, push) for push in shard.dropped])
             shard.staleness.clear()
             shard.dropped.clear()
         for lag in lags.values():
             self._postoffice.events.instant("push", seq=lag)
-        for worker, _ in dropped:
+        for _, (worker, _) in dropped:
             self._postoffice.events.instant("late push", seq=worker)
 
     def _configure(self, directory: Directory) -> None:
@@ -283,7 +284,7 @@ class Server:
         deferred, self._deferred = self._deferred, []
         for delivery in deferred:
             self.handle(delivery)
-        self._answers.send()
+        self._finish()
 
     def _tick(self) -> None:
         now_ns = self._postoffice.van.clock.now_ns()
@@ -333,6 +334,7 @@ class Server:
 
     def _act(self, shard: TableShard, instructions: Sequence[Instruction]) -> None:
         state = shard.state
+        self._acted.append(shard)
         for instruction in instructions:
             match instruction:
                 case SendOn(number):

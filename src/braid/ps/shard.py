@@ -1,6 +1,7 @@
 """One shard on one server: carries out the decisions of `ShardState` on tensors.
 
-Values of pushes are kept until they are summed; sums are kept until the whole chain has them.
+Values of pushes are kept until they are summed; sums are kept until the whole chain has them. The
+optimizer steps after the answers to the workers are sent, and before its values are read.
 
 A late gradient g can be corrected: g + a g g (w - w'), where w' are the values from which it was
 computed, w the current values, and a g g approximates the curvature.
@@ -58,6 +59,7 @@ class TableShard:
     dropped: set[tuple[int, int]] = field(default_factory=set)
     _pulled: dict[int, tuple[int, Tensors]] = field(default_factory=dict)  # by worker, the last
     _lr: float | None = None  # that was set last
+    _due: list[ShardRecord] = field(default_factory=list)  # to apply in the next `step`
 
     def carry_out(self, instructions: list[Instruction], value: Tensors = ()) -> list[Instruction]:
         """Carry out the instructions that concern values; return the others, which need messages.
@@ -78,14 +80,21 @@ class TableShard:
                     self.dropped.update(record.dropped)
                     self.sums[record.number] = self._merged(record)
                 case Apply(record):
-                    self._apply(record)
+                    self._due.append(record)
                 case _:
                     rest.append(instruction)
-        self.sums = {n: sums for n, sums in self.sums.items() if n > self.state.confirmed}
         return rest
+
+    def step(self) -> None:
+        """Apply the records (changes) that are due, and drop the sums that all servers have."""
+        for record in self._due:
+            self._apply(record)
+        self._due.clear()
+        self.sums = {n: sums for n, sums in self.sums.items() if n > self.state.confirmed}
 
     def read(self, worker: int, query: Tensors) -> tuple[Tensors, int]:
         """Return the values for a worker's pull, and the number of the last applied change."""
+        self.step()
         values, version = self.storage.read(query), self.state.applied.number
         compensates = any(rule.compensate for rule in self.state.applied.rules.values)
         members = self.state.view.members
@@ -101,6 +110,7 @@ class TableShard:
 
     def snapshot(self, server: int) -> tuple[ShardSnapshot, list[memoryview]]:
         """Return the message with the whole state, and its buffers, for a server that joins."""
+        self.step()
         state = self.storage.export()
         specs, buffers = as_buffers(list(state.values()))
         since, progress = self.state.view.joining[server], self.state.applied.copy()
@@ -138,5 +148,6 @@ class TableShard:
         """Return a late gradient, corrected for the change of the values since its pull."""
         if isinstance(self.storage, SparseStorage) or not pulled:
             return value
+        self.step()
         (grad, *has), (then,), (now,) = value, pulled, self.storage.read(())
         return (grad + strength * grad * grad * (now - then), *has)
