@@ -147,7 +147,10 @@ class Server:
         if epoch > self._postoffice.epoch:
             self._deferred.append(delivery)
             return
-        if self._refuses(delivery):
+        role, worker = split_node(delivery.sender)
+        directory = self._postoffice.directory
+        if role == "worker" and directory and directory.lives.get(worker) != delivery.incarnation:
+            self._refuse(delivery, directory)
             return
         try:
             self._dispatch(delivery)
@@ -156,24 +159,18 @@ class Server:
             self._send(delivery.sender, RequestRefused(str(exc)), answers=delivery.id)
         self._finish()
 
-    def _refuses(self, delivery: Delivery) -> bool:
+    def _refuse(self, delivery: Delivery, directory: Directory) -> None:
         """Refuse a worker process that was removed from the run, and send it the reason.
 
         Its earlier pushes may still be applied. Later ones are not accepted, so that each accepted
         push is applied, and none is mistaken for a push of the worker's next process.
         """
-        role, worker = split_node(delivery.sender)
-        directory = self._postoffice.directory
-        if role != "worker" or directory is None:
-            return False
-        if directory.lives.get(worker) == delivery.incarnation:
-            return False
+        _, worker = split_node(delivery.sender)
         reason = "nothing came from it for too long, or it left"
         if worker in directory.lives:
             reason = "another process has taken its place"
         text = f"worker {worker} was removed from the run, which goes on without it: {reason}"
         self._send(delivery.sender, Failure(text, is_removed=True))
-        return True
 
     def _dispatch(self, delivery: Delivery) -> None:
         message = delivery.message
@@ -281,10 +278,10 @@ class Server:
             )
             self._act(shard, shard.carry_out(shard.state.configure(view)))
         self._report()
+        self._finish()
         deferred, self._deferred = self._deferred, []
         for delivery in deferred:
             self.handle(delivery)
-        self._finish()
 
     def _tick(self) -> None:
         now_ns = self._postoffice.van.clock.now_ns()
@@ -338,6 +335,7 @@ class Server:
         for instruction in instructions:
             match instruction:
                 case SendOn(number):
+                    shard.step()
                     specs, buffers = as_buffers(shard.sums[number])
                     update = Update(
                         state.view.epoch, shard.table, shard.number, state.log[number], specs

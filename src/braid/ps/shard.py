@@ -1,7 +1,7 @@
 """One shard on one server: carries out the decisions of `ShardState` on tensors.
 
-Values of pushes are kept until they are summed; sums are kept until the whole chain has them. The
-optimizer steps after the answers to the workers are sent, and before its values are read.
+Values of pushes are kept until they are summed; sums are kept until the whole chain has them. A
+server sums and steps after it has sent its answers, or when it needs the sums or the values.
 
 A late gradient g can be corrected: g + a g g (w - w'), where w' are the values from which it was
 computed, w the current values, and a g g approximates the curvature.
@@ -59,7 +59,7 @@ class TableShard:
     dropped: set[tuple[int, int]] = field(default_factory=set)
     _pulled: dict[int, tuple[int, Tensors]] = field(default_factory=dict)  # by worker, the last
     _lr: float | None = None  # that was set last
-    _due: list[ShardRecord] = field(default_factory=list)  # to apply in the next `step`
+    _due: list[Merge | Apply] = field(default_factory=list)  # for the next `step`
 
     def carry_out(self, instructions: list[Instruction], value: Tensors = ()) -> list[Instruction]:
         """Carry out the instructions that concern values; return the others, which need messages.
@@ -76,20 +76,22 @@ class TableShard:
                 case DropPushes(pushes):
                     for push in pushes:
                         self.kept.pop(push, None)
-                case Merge(record):
-                    self.dropped.update(record.dropped)
-                    self.sums[record.number] = self._merged(record)
-                case Apply(record):
-                    self._due.append(record)
+                case Merge() | Apply():
+                    self._due.append(instruction)
                 case _:
                     rest.append(instruction)
         return rest
 
     def step(self) -> None:
-        """Apply the records (changes) that are due, and drop the sums that all servers have."""
-        for record in self._due:
-            self._apply(record)
-        self._due.clear()
+        """Sum and apply the records (changes) that are due; drop the sums that all servers have."""
+        due, self._due = self._due, []
+        for instruction in due:
+            record = instruction.record
+            if isinstance(instruction, Apply):
+                self._apply(record)
+            else:
+                self.dropped.update(record.dropped)
+                self.sums[record.number] = self._merged(record)
         self.sums = {n: sums for n, sums in self.sums.items() if n > self.state.confirmed}
 
     def read(self, worker: int, query: Tensors) -> tuple[Tensors, int]:
@@ -148,6 +150,5 @@ class TableShard:
         """Return a late gradient, corrected for the change of the values since its pull."""
         if isinstance(self.storage, SparseStorage) or not pulled:
             return value
-        self.step()
         (grad, *has), (then,), (now,) = value, pulled, self.storage.read(())
         return (grad + strength * grad * grad * (now - then), *has)
