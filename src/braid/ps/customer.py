@@ -212,7 +212,7 @@ class Customer:
         number = postoffice.new_id()
         request.ids.append(number)
         self._by_id[number] = request
-        postoffice.expect(number, partial(self._answer, request))
+        postoffice.expected[number] = partial(self._answer, request)
         if not postoffice.send(
             node, request.message, buffers, message_id=number, priority=request.priority
         ):
@@ -223,9 +223,8 @@ class Customer:
         if request is None:
             return
         request.asked.clear()  # the van's thread may hold it: `memory_for` then returns None
-        self.postoffice.expect_no_more(request.ids)
         for number in request.ids:
-            del self._by_id[number]
+            del self.postoffice.expected[number], self._by_id[number]
         if error is not None:
             self._errors[timestamp] = error
             if request.on_failed is not None:

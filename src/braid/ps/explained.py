@@ -31,12 +31,13 @@ def explained(office: Postoffice, error: CommTimeout, nodes: Iterable[str]) -> C
 
     with office.lock:
         for number, node in asked.items():
-            office.expect(number, note)
+            office.expected[number] = note
             office.send(node, Explain(), message_id=number)
     with contextlib.suppress(CommTimeout):
         office.wait_until(lambda: not silent, EXPLAIN_S)
     with office.lock:
-        office.expect_no_more(asked)
+        for number in asked:
+            office.expected.pop(number, None)
     lines = [f"{node}: {line}" for node in answers for line in answers[node]]
     lines += [f"{node} does not answer: it is busy, stopped or gone" for node in sorted(silent)]
     return CommTimeout("; ".join([str(error), *lines]))

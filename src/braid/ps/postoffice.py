@@ -15,7 +15,7 @@ import contextlib
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeAlias
 
@@ -65,6 +65,7 @@ class Postoffice:
         node: Name of this node.
         links: Links to other nodes.
         lock: Lock under which handlers run; threads hold it to make requests.
+        expected: Handlers of the answers to messages, by the number of the message.
         new_id: Returns a request number that no process of this node has used before.
         scheduler: Address of the scheduler.
         resend_s: Seconds after which unanswered messages are sent again; None on reliable links.
@@ -102,7 +103,7 @@ class Postoffice:
         self._waiting: list[Callable[[], list[str]]] = []
         self._memory: list[Memory] = []
         self.tables: dict[str, tuple[str, int]] = {}  # form and checksum, for the scheduler
-        self._expected: dict[int, Handler] = {}
+        self.expected: dict[int, Handler] = {}
         self._soon: deque[Callable[[], None]] = deque()
         self._announced = 0  # number of the last NodeJoin that the scheduler has not answered
         self._now_ns = van.clock.now_ns
@@ -162,15 +163,6 @@ class Postoffice:
 
         self.van.receive_into(kind, allocate)
 
-    def expect(self, message_id: int, handler: Handler) -> None:
-        """Register the function that handles the answers to the message with a number."""
-        self._expected[message_id] = handler
-
-    def expect_no_more(self, message_ids: Iterable[int]) -> None:
-        """Drop all further answers to the messages with these numbers."""
-        for number in message_ids:
-            self._expected.pop(number, None)
-
     def begin(self, timeout_s: float | None = None) -> None:
         """Connect to the scheduler and announce this node, unless the run is known to have failed.
 
@@ -221,8 +213,8 @@ class Postoffice:
     def announce(self) -> None:
         """Announce this node to the scheduler, which answers with the directory of all nodes."""
         number = self.van.new_id()
-        self.expect_no_more([self._announced])
-        self.expect(number, self._welcomed)
+        self.expected.pop(self._announced, None)
+        self.expected[number] = self._welcomed
         self._announced = number
         join = NodeJoin(self.van.address, self._start, self.tables, self.epoch)
         self.send(SCHEDULER, join, message_id=number)
@@ -385,7 +377,7 @@ class Postoffice:
         if isinstance(delivery.message, PeerLost) and not self.van.is_connected(delivery.sender):
             self._lose(delivery.sender, delivery.message)
         if delivery.answers:
-            handler = self._expected.get(delivery.answers)
+            handler = self.expected.get(delivery.answers)
         else:
             handler = self._handlers.get(type(delivery.message))
         if handler is not None:
@@ -452,7 +444,7 @@ class Postoffice:
 
     def _welcomed(self, delivery: Delivery) -> None:
         """Handle the scheduler's answer to the announcement of this node."""
-        self.expect_no_more([self._announced])
+        self.expected.pop(self._announced, None)
         self._announced = 0
         if isinstance(delivery.message, Here):
             self._handle_own(delivery)

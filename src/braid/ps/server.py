@@ -41,9 +41,13 @@ from braid.ps.protocol.directory import (
 from braid.ps.protocol.instructions import (
     Accept,
     AnswerPull,
+    Apply,
     Confirm,
+    DropPushes,
     Install,
     Instruction,
+    Keep,
+    Merge,
     Moved,
     SendOn,
     View,
@@ -192,7 +196,7 @@ class Server:
                         request,
                         lr_before=None if message.lr is None else shard.storage.lr,
                     )
-                    self._act(shard, shard.carry_out(instructions))
+                    self._act(shard, instructions)
             case Update():
                 shard = self._shard(message.table, message.shard)
                 sums = tuple(from_buffers(message.specs, delivery.buffers))
@@ -200,7 +204,7 @@ class Server:
             case RecordsConfirmed():
                 shard = self._shard(message.table, message.shard)
                 instructions = shard.state.confirm(message.number, message.epoch)
-                self._act(shard, shard.carry_out(instructions))
+                self._act(shard, instructions)
             case ShardSnapshot():
                 self._install(message, from_buffers(message.specs, delivery.buffers))
 
@@ -240,7 +244,7 @@ class Server:
                 instructions = shard.state.push(
                     worker, message.clock, request, message.key, message.lr
                 )
-                self._act(shard, shard.carry_out(instructions, value))
+                self._act(shard, instructions, value)
             else:
                 self._act(shard, shard.state.pull(worker, message.clock, request))
                 self._answers.note_parked(request, number)
@@ -276,7 +280,7 @@ class Server:
                 directory.joining[shard.virtual],
                 directory.workers,
             )
-            self._act(shard, shard.carry_out(shard.state.configure(view)))
+            self._act(shard, shard.state.configure(view))
         self._report()
         self._finish()
         deferred, self._deferred = self._deferred, []
@@ -329,11 +333,21 @@ class Server:
 
     # -- instructions
 
-    def _act(self, shard: TableShard, instructions: Sequence[Instruction]) -> None:
+    def _act(
+        self, shard: TableShard, instructions: Sequence[Instruction], value: Tensors = ()
+    ) -> None:
+        """Carry out a shard's decisions; `value` is the value of a push, which `Keep` stores."""
         state = shard.state
         self._acted.append(shard)
         for instruction in instructions:
             match instruction:
+                case Keep(worker, clock):
+                    shard.kept[worker, clock] = value
+                case DropPushes(pushes):
+                    for push in pushes:
+                        shard.kept.pop(push, None)
+                case Merge() | Apply():
+                    shard.due.append(instruction)
                 case SendOn(number):
                     shard.step()
                     specs, buffers = as_buffers(shard.sums[number])
@@ -351,9 +365,6 @@ class Server:
                     self._send_to(server, snapshot, buffers)
                 case Accept() | AnswerPull() | Moved():
                     self._answers.resolve(shard, instruction)
-                case _:
-                    msg = f"{instruction} works on stored values only"
-                    raise AssertionError(msg)
 
     def _install(self, message: ShardSnapshot, tensors: Sequence[torch.Tensor]) -> None:
         shard = self._shard(message.table, message.shard)

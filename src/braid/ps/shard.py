@@ -17,13 +17,7 @@ from dataclasses import dataclass, field
 import torch
 
 from braid.ps.messages import ShardSnapshot
-from braid.ps.protocol.instructions import (
-    Apply,
-    DropPushes,
-    Instruction,
-    Keep,
-    Merge,
-)
+from braid.ps.protocol.instructions import Apply, Instruction, Merge
 from braid.ps.protocol.progress import ShardRecord
 from braid.ps.protocol.shard_state import ShardState
 from braid.ps.storage import SparseStorage, Storage, Tensors
@@ -46,6 +40,7 @@ class TableShard:
         sums: Sums of records (changes) that are not confirmed, by number.
         staleness: Number of records between the pull and the push, for recently summed pushes.
         dropped: Recent pushes that were dropped because they came too late.
+        due: Instructions for the next `step`.
     """
 
     table: str
@@ -57,34 +52,13 @@ class TableShard:
     sums: dict[int, Tensors] = field(default_factory=dict)
     staleness: dict[tuple[int, int], int] = field(default_factory=dict)
     dropped: set[tuple[int, int]] = field(default_factory=set)
+    due: list[Merge | Apply] = field(default_factory=list)
     _pulled: dict[int, tuple[int, Tensors]] = field(default_factory=dict)  # by worker, the last
     _lr: float | None = None  # that was set last
-    _due: list[Merge | Apply] = field(default_factory=list)  # for the next `step`
-
-    def carry_out(self, instructions: list[Instruction], value: Tensors = ()) -> list[Instruction]:
-        """Carry out the instructions that concern values; return the others, which need messages.
-
-        Args:
-            instructions: Decisions of the state machine.
-            value: Value of the push that `Keep` stores.
-        """
-        rest: list[Instruction] = []
-        for instruction in instructions:
-            match instruction:
-                case Keep(worker, clock):
-                    self.kept[worker, clock] = value
-                case DropPushes(pushes):
-                    for push in pushes:
-                        self.kept.pop(push, None)
-                case Merge() | Apply():
-                    self._due.append(instruction)
-                case _:
-                    rest.append(instruction)
-        return rest
 
     def step(self) -> None:
         """Sum and apply the records (changes) that are due; drop the sums that all servers have."""
-        due, self._due = self._due, []
+        due, self.due = self.due, []
         for instruction in due:
             record = instruction.record
             if isinstance(instruction, Apply):
@@ -108,7 +82,7 @@ class TableShard:
         """Store a record (a change) and its sum from the previous copy; return instructions."""
         if self.state.follows(epoch) and record.number > self.state.applied.number:
             self.sums[record.number] = sums
-        return self.carry_out(self.state.record(record, epoch))
+        return self.state.record(record, epoch)
 
     def snapshot(self, server: int) -> tuple[ShardSnapshot, list[memoryview]]:
         """Return the message with the whole state, and its buffers, for a server that joins."""
@@ -122,7 +96,7 @@ class TableShard:
     def install(self, message: ShardSnapshot, tensors: Sequence[torch.Tensor]) -> list[Instruction]:
         """Begin with the state of the previous copy; return instructions."""
         self.storage.load(dict(zip(message.names, tensors, strict=True)))
-        return self.carry_out(self.state.install(message.progress, message.since))
+        return self.state.install(message.progress, message.since)
 
     def _apply(self, record: ShardRecord) -> None:
         """Step the optimizer with the sum of a record, at the learning rate of its clock."""

@@ -87,6 +87,7 @@ class Table:
         self._spec = spec
         self.name = spec.name
         self.num_shards = spec.num_shards
+        self._virtual = [spec.virtual(shard) for shard in range(spec.num_shards)]
         self.clock = 0
         self.task: TaskKey | None = None
 
@@ -209,7 +210,7 @@ class Table:
 
         def route(shard: int) -> str | None:
             assert postoffice.directory is not None, "a node has a directory once it has joined"
-            return postoffice.directory.head_node(self._spec.virtual(shard))
+            return postoffice.directory.head_node(self._virtual[shard])
 
         request = PendingRequest(
             range(self.num_shards) if parts is None else parts,

@@ -183,11 +183,11 @@ class Van(Closing, ABC):
         """
         outgoing = self._prepare(message, buffers, priority, deadline_s, answers, message_id)
         with self._lock:
-            if not self._submit(to, outgoing):
-                until_ns = self._deadline_ns(deadline_s)
-                while not self._submit(to, outgoing):
-                    if not self._wait(until_ns):
-                        raise self._no_room(to)
+            until_ns = 0
+            while not self._submit(to, outgoing):
+                until_ns = until_ns or self._deadline_ns(deadline_s)
+                if not self._wait(until_ns):
+                    raise self._no_room(to)
         return Sending(outgoing, self._wait_sent)
 
     def try_send(

@@ -260,7 +260,9 @@ class VanState:
         # heartbeats of a peer that accepts nothing more would hide that it is stuck
         if not (link.half_closed and isinstance(event, Beat)):
             link.received_ns = now_ns
-        if isinstance(event, Hello):
+        if isinstance(event, Arrived):
+            self._on_message(link, event)
+        elif isinstance(event, Hello):
             if not self._table.greet(link, event):
                 self._send_control(link, Bye(replaced=True))
         elif isinstance(event, Beat) and link.peer is not None:
@@ -268,8 +270,6 @@ class VanState:
         elif isinstance(event, Bye):
             reason = f"a later process is {self.node}" if event.replaced else "it closed its van"
             self.link_lost(number, reason, bye=event)
-        elif isinstance(event, Arrived):
-            self._on_message(link, event)
 
     def wants_read(self, number: int) -> bool:
         """Return whether the peer's share of the inbox has space for messages of this link."""
