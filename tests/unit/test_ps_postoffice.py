@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from braid.errors import PeerLostError, RendezvousError, StaleError
-from braid.ps.messages import Drain
+from braid.ps.messages import Drain, Failure
 from braid.ps.postoffice import Postoffice
 from braid.runtime.clock import VirtualClock
+from braid.runtime.message import Delivery
 
 
 class Links:
@@ -58,3 +59,10 @@ def test_a_link_that_has_just_failed_is_not_tried_for_each_message():
     office = Postoffice(van, "here")
     assert [office.send("scheduler", Drain()) for _ in range(2)] == [False, False]
     assert van.calls == [SEND, CONNECT, SEND]
+
+
+def test_the_removal_of_an_earlier_process_does_not_concern_its_successor():
+    office = Postoffice(Links())
+    for life in (9, 1):
+        office.handle(Delivery("server:0", Failure(f"{life} was removed", True, life)))
+    assert (office.failure, office.is_removed) == ("1 was removed", True)

@@ -324,10 +324,14 @@ class Dealt(Answer, tag="dealt", frozen=True):
 
 
 class Failure(msgspec.Struct, tag="failure", frozen=True):
-    """The scheduler reports that the run failed, or (`is_removed`) that it removed the receiver."""
+    """The scheduler reports that the run failed, or (`is_removed`) that it removed a process.
+
+    `life` is the incarnation of that process: a later process of its node ignores the message.
+    """
 
     text: str
     is_removed: bool = False
+    life: int = 0
 
 
 class PackedTask(msgspec.Struct, frozen=True, array_like=True):

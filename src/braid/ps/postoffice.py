@@ -43,7 +43,7 @@ from braid.runtime.wire import Buffer
 __all__ = ["Handler", "Postoffice"]
 
 TICK_S = 0.25  # between two ticks, and the longest sleep
-SHORT_NS = 10_000_000  # shorter waits are not described for reports of hangs
+SHORT_NS = 1_000_000  # shorter waits are not described for reports of hangs
 JOIN_S = 10.0  # to reach the scheduler, which listens before others know its address
 Handler: TypeAlias = Callable[[Delivery], None]
 Views: TypeAlias = list[memoryview]
@@ -408,10 +408,11 @@ class Postoffice:
                 if directory.epoch > self.epoch and not self._is_of_before(directory):
                     self.waits.note_lives(directory.lives)
                     self.set_directory(directory)
-            case Failure(text, is_removed):
-                if is_removed:
+            case Failure(text, is_removed, life):
+                if is_removed and life == self.van.incarnation:
                     self.remove(text)
-                self.failure = self.failure or text
+                elif not is_removed:
+                    self.failure = self.failure or text
             case StopAt(clock):
                 self.stop_at = clock
             case Explain():

@@ -194,7 +194,8 @@ class Scheduler:
                 here = Here(self._state.directory)
                 self._postoffice.send(delivery.sender, here, answers=delivery.id)
         except StaleError as exc:
-            self._postoffice.send(delivery.sender, Failure(str(exc), is_removed=True))
+            failure = Failure(str(exc), is_removed=True, life=delivery.incarnation)
+            self._postoffice.send(delivery.sender, failure)
         except BraidError as exc:
             self._postoffice.send(delivery.sender, RequestRefused(str(exc)), answers=delivery.id)
 

@@ -174,7 +174,7 @@ class Server:
         if worker in directory.lives:
             reason = "another process has taken its place"
         text = f"worker {worker} was removed from the run, which goes on without it: {reason}"
-        self._send(delivery.sender, Failure(text, is_removed=True))
+        self._send(delivery.sender, Failure(text, is_removed=True, life=delivery.incarnation))
 
     def _dispatch(self, delivery: Delivery) -> None:
         message = delivery.message
