@@ -679,7 +679,7 @@ def test_the_optimizer_says_what_is_wrong(procs):
         assert f"rank {rank} has 'b{rank}'" in found["parameters"]
 
 
-def _optimizer_state(group: Group) -> tuple[dict[str, Any], list[torch.Tensor]]:
+def _optimizer_state(group: Group, op: str) -> tuple[dict[str, Any], list[torch.Tensor]]:
     with horovod(group):
         net = Net()
         optimizer = torch.optim.AdamW(net.parameters(), lr=0.1 / (hvd.rank() + 1))
@@ -687,6 +687,8 @@ def _optimizer_state(group: Group) -> tuple[dict[str, Any], list[torch.Tensor]]:
             loss_of(net, 0, 0).backward()
             optimizer.step()
             optimizer.zero_grad()
+        if op:
+            hvd.DistributedOptimizer(optimizer, net.named_parameters(), op=getattr(hvd, op))
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
         hvd.broadcast_parameters(net.named_parameters(), root_rank=0)
         state = copy.deepcopy(optimizer.state_dict())
@@ -695,8 +697,9 @@ def _optimizer_state(group: Group) -> tuple[dict[str, Any], list[torch.Tensor]]:
         return state, [param.detach().clone() for param in net.parameters()]
 
 
-def test_optimizers_are_what_the_root_has(procs):
-    (first, before), (second, after) = procs(2, _optimizer_state)
+@pytest.mark.parametrize("op", ["", "Average", "Adasum"])
+def test_optimizers_are_what_the_root_has(procs, op):
+    (first, before), (second, after) = procs(2, _optimizer_state, op)
     assert first["param_groups"] == second["param_groups"]
     for key, state in first["state"].items():
         for name, value in state.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -216,9 +215,7 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
     for group, decay in zip(groups, decays, strict=True):
         if decay is not None:
             group["weight_decay"] = 0.0
-    alone = getattr(optimizer, "skip_synchronize", contextlib.nullcontext)
-    with alone():
-        optimizer.step()
+    getattr(optimizer, "step_alone", optimizer.step)()
     for group, decay in zip(groups, decays, strict=True):
         if decay is not None:
             group["weight_decay"] = decay

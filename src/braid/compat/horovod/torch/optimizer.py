@@ -127,6 +127,10 @@ class _CommonMethods(ChangedOptimizer):
         """Name of each parameter; programs written for Horovod read it."""
         return dict(self._reduction.names)
 
+    def step_alone(self) -> None:
+        """Take the optimizer's step without other ranks."""
+        (self._inner or super().step)()  # type: ignore[misc]  # of the optimizer
+
     @property
     def op(self) -> ReduceOp:
         """Reduction of the gradients; with Adasum, of the parameter changes."""
