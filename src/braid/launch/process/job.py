@@ -88,7 +88,10 @@ class ElasticLimits:
         if not self.min_ranks <= num_ranks <= max_ranks:
             least, most = f"{self.min_ranks} (--min-ranks)", f"{max_ranks} (--max-ranks)"
             limits = f"{least} to {most}" if self.max_ranks else f"at least {least}"
-            msg = f"the number of ranks must be {limits}, got {num_ranks}"
+            msg = (
+                f"the number of ranks must be {limits}, got {num_ranks}: change -n, the slots of "
+                "the hosts, or a limit"
+            )
             raise ConfigError(msg)
         return replace(self, max_ranks=max_ranks)
 
