@@ -157,79 +157,71 @@ class Slots:
         self.losses.append(host)
 
 
+def run_on(slots: Slots, num_ranks: int, **limits: Any) -> tuple[MemberDriver, Any]:
+    """A driver and its run, which keeps the ranks that it is to start and to dismiss."""
+    run: Any = Run()
+    run.starts, run.dismissed = [], []
+    run.start_another = lambda: run.starts.append(1)
+    run.dismiss = run.dismissed.append
+    job = JobSpec(command=("x",), num_ranks=num_ranks)
+    elastic = ElasticLimits(min_ranks=1, max_ranks=4, **limits)
+    return MemberDriver(job, elastic, run, VirtualClock(), slots), run
+
+
+def start(driver: MemberDriver, run: Any, rank: int) -> tuple[str, int, str]:
+    """Start a rank, which gets ready; return its host, its place there and its role."""
+    place, role = driver.take_place(rank)
+    host = driver.host_of(rank)
+    run.ranks[rank] = SimpleNamespace(
+        rank=rank, host=host, send=lambda _: None, name="", last_events=lambda: ""
+    )
+    driver.started(rank)
+    driver.received(run.ranks[rank], Ready(-1, -1))
+    return host, place, role
+
+
 def test_ranks_take_free_slots_of_hosts_and_the_newest_leave_a_host_with_fewer():
-    run, slots, starts, dismissed = Run(), Slots(a=1, b=2), [], []
-    limits = ElasticLimits(min_ranks=1, max_ranks=4, restarts=0, gains_slots=True)
-    driver = MemberDriver(JobSpec(command=("x",), num_ranks=3), limits, run, VirtualClock(), slots)  # type: ignore[arg-type]
-    run.start_another = lambda: starts.append(1)  # type: ignore[attr-defined]
-    run.dismiss = dismissed.append  # type: ignore[attr-defined]
-
-    def start(rank: int) -> tuple[str, int, str]:
-        place, role = driver.take_place(rank)
-        host = driver.host_of(rank)
-        run.ranks[rank] = SimpleNamespace(
-            rank=rank, host=host, send=lambda _: None, name="", last_events=lambda: ""
-        )
-        driver.started(rank)
-        driver.received(run.ranks[rank], Ready(-1, -1))
-        return host, place, role
-
-    found = [start(rank) for rank in range(3)]
+    slots = Slots(a=1, b=2)
+    driver, run = run_on(slots, 3, restarts=0, gains_slots=True)
+    found = [start(driver, run, rank) for rank in range(3)]
     assert found == [("a", 0, "founder"), ("b", 0, "founder"), ("b", 1, "founder")]
     slots.hosts = {"a": 1, "b": 1, "c": 2}
     driver.poll()
-    assert len(starts) == 2
-    assert [start(rank) for rank in (3, 4)] == [("c", 0, "newcomer"), ("c", 1, "newcomer")]
+    assert len(run.starts) == 2
+    found = [start(driver, run, rank) for rank in (3, 4)]
+    assert found == [("c", 0, "newcomer"), ("c", 1, "newcomer")]
     for rank in range(3):
         driver.received(run.ranks[rank], Ready(0, 1))
-    assert (driver.state.members, dismissed) == ((0, 1, 3, 4), [2])
+    assert (driver.state.members, run.dismissed) == ((0, 1, 3, 4), [2])
     driver.ended(3, has_finished=False, was_dismissed=False)
     slots.hosts = {"a": 1, "b": 2}
     driver.poll()
-    assert (slots.losses, len(starts)) == (["c"], 3)
-    assert start(5) == ("b", 1, "newcomer"), "the place of the rank that was dismissed"
+    assert (slots.losses, len(run.starts)) == (["c"], 3)
+    assert start(driver, run, 5) == ("b", 1, "newcomer"), "the place of the rank that was dismissed"
 
 
 def test_ranks_of_a_lost_host_use_up_no_restarts_and_spares_need_no_slot():
-    run, slots, starts = Run(), Slots(a=1, b=2), []
-    limits = ElasticLimits(min_ranks=1, max_ranks=4, spares=1, restarts=3)
-    driver = MemberDriver(JobSpec(command=("x",), num_ranks=3), limits, run, VirtualClock(), slots)  # type: ignore[arg-type]
-    run.start_another = lambda: starts.append(1)  # type: ignore[attr-defined]
-    run.dismiss = lambda _: None  # type: ignore[attr-defined]
-    for rank in range(4):
-        place, role = driver.take_place(rank)
-        host = driver.host_of(rank)
-        run.ranks[rank] = SimpleNamespace(
-            rank=rank, host=host, send=lambda _: None, name="", last_events=lambda: ""
-        )
-        driver.started(rank)
-        driver.received(run.ranks[rank], Ready(-1, -1))
-    assert (host, place, role) == ("a", 1, "newcomer")
+    slots = Slots(a=1, b=2)
+    driver, run = run_on(slots, 3, spares=1, restarts=3)
+    found = [start(driver, run, rank) for rank in range(4)]
+    assert found[3] == ("a", 1, "newcomer")
     driver.poll()
     assert driver.state.members == (0, 1, 2)
-    assert not starts
+    assert not run.starts
     slots.hosts = {"a": 1}
     for rank in (1, 2):
         driver.ended(rank, has_finished=False, was_dismissed=False)
-    assert (starts, driver.state.restarts_left) == ([], 3)
+    assert (run.starts, driver.state.restarts_left) == ([], 3)
     driver.received(run.ranks[0], Ready(0, 1))
     assert driver.state.members == (0,)
     assert driver.state.alive == {0, 3}, "the spare waits beside the only slot"
 
 
 def test_members_without_a_slot_leave_one_after_another():
-    run, slots = Run(), Slots(a=2, b=2)
-    limits = ElasticLimits(min_ranks=1, max_ranks=4, restarts=3)
-    driver = MemberDriver(JobSpec(command=("x",), num_ranks=4), limits, run, VirtualClock(), slots)  # type: ignore[arg-type]
-    run.start_another = lambda: None  # type: ignore[attr-defined]
-    run.dismiss = lambda _: None  # type: ignore[attr-defined]
+    slots = Slots(a=2, b=2)
+    driver, run = run_on(slots, 4, restarts=3)
     for rank in range(4):
-        driver.take_place(rank)
-        run.ranks[rank] = SimpleNamespace(
-            rank=rank, host=driver.host_of(rank), send=lambda _: None, name="", last_events=str
-        )
-        driver.started(rank)
-        driver.received(run.ranks[rank], Ready(-1, -1))
+        start(driver, run, rank)
     slots.hosts = {"b": 2}
 
     def end_step() -> tuple[int, ...]:
