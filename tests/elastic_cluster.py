@@ -273,7 +273,7 @@ HERE = threading.local()
 
 @contextmanager
 def points_of_death(monkeypatch: Any) -> Iterator[None]:
-    """Let ranks die at the points of `elastic_points`."""
+    """End ranks at the points of `elastic_points`."""
 
     def visit(point: str) -> None:
         HERE.members.visit(point)

@@ -21,4 +21,6 @@ def test_the_first_500_faults_reach_all_points():
     assert killed >= {(point, 0) for point in STEP_POINTS}  # rank 0
     assert killed >= {(point, 1) for point in CHANGE_POINTS if point != "send"}  # a new process
     pairs = {(one.point, other.point) for one, other in zip(first[::2], first[1::2], strict=True)}
-    assert {point for _, point in pairs if point in STEP_POINTS} == {*STEP_POINTS}  # two at once
+    assert {point for _, point in pairs if point in STEP_POINTS} == {
+        *STEP_POINTS
+    }  # two in one step

@@ -67,7 +67,7 @@ def digests_in(text: str) -> set[str]:
 
 
 def undisturbed_digests(cwd: Path) -> set[str]:
-    """Digests that ranks of `ELASTIC_JOB` print if none is lost: those of one rank alone."""
+    """Digests that ranks of `ELASTIC_JOB` print if none is lost, from a run on one rank."""
     out, text = run("-n", "1", *ELASTIC, ELASTIC_JOB, cwd=cwd).communicate(timeout=LIMIT_S)
     found = digests_in(out)
     assert len(found) == 1, text

@@ -377,17 +377,22 @@ def test_ranks_leave_a_node_with_an_agent_that_is_asked_to_end(
     assert digests == undisturbed, text
 
 
+def _check_saved(train: Train, undisturbed: set[str], saves: Path) -> None:
+    """Check that ranks have saved their last step, and that the next run continues with it."""
+    (saved,) = saves.iterdir()
+    assert int(saved.name.removeprefix("step-")) >= 4  # ranks notice it a moment later
+    code, digests, text = train()
+    assert code == 0, text
+    assert digests == undisturbed, text
+
+
 @pytest.mark.parametrize("engine", ENGINES, indirect=True)
 def test_ranks_save_when_their_launcher_is_killed(
     train: Train, undisturbed: set[str], tmp_path: Path
 ) -> None:
     code, digests, text = train("0:3:notified", f"kill -KILL $(cat {tmp_path / 'launcher'})")
     assert (code, digests) == (-9, set()), text
-    (saved,) = (tmp_path / "saves").iterdir()
-    assert int(saved.name.removeprefix("step-")) >= 4  # ranks notice it a moment later
-    code, digests, text = train()
-    assert code == 0, text
-    assert digests == undisturbed, text
+    _check_saved(train, undisturbed, tmp_path / "saves")
 
 
 @pytest.mark.parametrize("engine", ["ray"], indirect=True)
@@ -418,11 +423,7 @@ def test_ranks_save_when_slurm_signals_the_job(
 ) -> None:
     code, digests, text = train("2:3:notified", "scancel --signal=TERM $SLURM_JOB_ID")
     assert (code, digests) == (143, set()), text
-    (saved,) = (tmp_path / "saves").iterdir()
-    assert int(saved.name.removeprefix("step-")) >= 4  # ranks notice it a moment later
-    code, digests, text = train()
-    assert code == 0, text
-    assert digests == undisturbed, text
+    _check_saved(train, undisturbed, tmp_path / "saves")
 
 
 @pytest.mark.parametrize("engine", ["slurm"], indirect=True)

@@ -244,7 +244,7 @@ def _no_batch(group: Group) -> list[str]:
         if call == "evaluate":
             run = partial(pipeline.evaluate, batch, target, loss=mse)
         said.append(said_by(run, (ConfigError, CommError)))
-        group.barrier()  # nobody has left
+        group.barrier()  # no rank has ended
     return said
 
 

@@ -479,11 +479,9 @@ class HostRendezvous(Closing):
         The bits of a sum depend on it, and any rank of an elastic run may compute a micro-batch.
         """
         choices = {prepared.threads for prepared in self._prepared.values()}
-        if len(choices) == 1:
-            (text,) = choices
-        else:
-            names = {node: self._agents[node].name for node in sorted(self._prepared)}
-            text = ", ".join(f"{self._prepared[n].threads} on {name}" for n, name in names.items())
+        prepared = sorted(self._prepared.items())
+        text = ", ".join(f"{p.threads} on {self._agents[node].name}" for node, p in prepared)
+        text = text if len(choices) > 1 else prepared[0][1].threads
         if self._job.elastic is None or self._job.expendable:  # ranks with roles differ anyway
             return "", text
         numbers = {choice.partition(" ")[0] for choice in choices}

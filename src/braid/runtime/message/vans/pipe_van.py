@@ -70,7 +70,7 @@ class PipeStream:
         return self.flush(encode(meta, buffers, FRAME_LIMITS))
 
     def flush(self, pieces: Sequence[memoryview] = ()) -> int | None:
-        """Write queued bytes and `pieces`, as many as the pipe accepts; returns as `post` does."""
+        """Write queued bytes and `pieces` until the pipe is full; returns what `post` returns."""
         try:
             self._outbox.drain(pieces)
         except (BrokenPipeError, ConnectionResetError):
