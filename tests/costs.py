@@ -53,7 +53,7 @@ BUDGETS_S = {
     "world/test_fusion": 15,
     "world/test_horovod": 65,
     "world/test_horovod_elastic_runs": 90,
-    "world/test_hostfile": 15,
+    "world/test_hostfile": 25,
     "world/test_hosts": 18,
     "world/test_launch": 225,
     "world/test_leave_horovod": 18,

@@ -28,7 +28,7 @@ NUM_RANKS = 3
 NUM_SEEDS = 54  # with at least 500 faults that strike
 MOST_SPARED = 2  # faults of a run that may find no process to strike
 STEP_POINTS = (
-    *("forward", "backward", "sum", "summing", "summed", "update", "updated"),
+    *("forward", "backward", "sum", "summing", "summed", "update", "updating", "updated"),
     *("save", "saving", "publish", "saved"),
 )
 CHANGE_POINTS = ("start", "ready", "meet", "met", "state", "send", "receive")

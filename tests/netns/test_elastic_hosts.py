@@ -15,6 +15,7 @@ from netlab import Done, Lab, done
 
 JOB = str(Path(__file__).parents[1] / "world" / "elastic_job.py")
 HOSTFILE_JOB = str(Path(__file__).parents[1] / "world" / "hostfile_job.py")
+MESH_JOB = str(Path(__file__).parents[1] / "world" / "elastic_mesh_job.py")
 ROWS = "runs/*/metrics/rank1.jsonl"
 OPTIONS = ("--threads", "1", "--min-ranks", "1")
 
@@ -51,6 +52,17 @@ def test_what_is_killed_costs_no_step_and_no_bit(lab, tmp_path, undisturbed, dea
     found = hosts.run("-H", "a:2,b:1", *OPTIONS, JOB, death, cwd=tmp_path)
     assert lost in found.text
     assert _digests(found.out) == undisturbed, found.text
+
+
+def test_a_host_with_all_replicas_of_a_stage_is_killed(lab, tmp_path):
+    """The other host has copies of the stage."""
+    hosts = lab(2)
+    options = ("--threads", "1", "--min-ranks", "2", "--restarts", "0", MESH_JOB)
+    found = hosts.run("-H", "a:2,b:2", *options, "pp=2,dp=2", "0", "2:3", "3:3", cwd=tmp_path)
+    assert found.code == 0, found.text
+    alone = [sys.executable, "-m", "braid", "run", "-n", "1", *OPTIONS, MESH_JOB, "dp=1", "0"]
+    last = subprocess.run(alone, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert _digests(found.out.replace("\n", " \n")) == _digests(last.replace("\n", " \n"))
 
 
 def test_a_spare_that_cannot_reach_its_launcher_costs_no_step_and_no_bit(
@@ -167,7 +179,7 @@ def test_horovodrun_moves_its_only_process_to_a_host_that_comes_later(lab, tmp_p
 def test_a_run_moves_to_hosts_that_its_file_gains(lab, tmp_path):
     hosts, names = lab(3), tmp_path / "names"
     names.write_text("b slots=1\n")
-    job = (*OPTIONS, HOSTFILE_JOB, str(names))
+    job = (*OPTIONS, HOSTFILE_JOB, str(names), "")
     changes = ("3:b slots=1\nc slots=2", "2:c slots=2")
     found = hosts.run("--hostfile", str(names), "--max-ranks", "3", *job, *changes, cwd=tmp_path)
     assert found.code == 0, found.text

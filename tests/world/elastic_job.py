@@ -31,6 +31,7 @@ from types import FrameType
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 import braid
@@ -50,6 +51,22 @@ class Noise(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.full((8,), index / 48.0) + torch.rand(8) * 0.1
+
+
+class InUpdate(TorchDispatchMode):
+    """Visits "updating" after the update of each parameter: others are still to be updated."""
+
+    def __init__(self, visit: Callable[[str], object]) -> None:
+        super().__init__()
+        self._visit = visit
+
+    def __torch_dispatch__(
+        self, func: Callable[..., object], types: object, args: tuple = (), kwargs: object = None
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.addcdiv_.default:
+            self._visit("updating")
+        return result
 
 
 def strike(number: int, step: int, deaths: set[tuple[str, ...]]) -> None:
@@ -144,7 +161,8 @@ def main() -> None:
     def update() -> None:
         die_at(str(number), str(training.num_steps), "update")
         strikes.visit("update")
-        optimizer.step()
+        with InUpdate(strikes.visit):
+            optimizer.step()
         strikes.visit("updated")
 
     loader = DataLoader(Noise(), batch_size=4, shuffle=True)

@@ -1,7 +1,7 @@
-"""An elastic training for tests that changes its file of hosts: FILE NUMBER:LINES ...
+"""An elastic training for tests that changes its file of hosts: FILE MESH NUMBER:LINES ...
 
 Rank 0 writes the lines after a pass over the data, and the next ones once the run has this number
-of ranks.
+of ranks. Without a mesh (""), ranks have the whole model.
 """
 
 from __future__ import annotations
@@ -12,27 +12,49 @@ import time
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import braid
 
+
+def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 1))
+    return model, torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def loss(output: Tensor, _target: object = None) -> Tensor:
+    return output.square().mean()
+
+
 braid.init()
-torch.manual_seed(0)
-model = torch.nn.Linear(8, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-loader = DataLoader(TensorDataset(torch.randn(36, 8)), batch_size=4)
-goal, changes = 1, sys.argv[2:]
-with braid.elastic(model, optimizer, shards=3) as training:
+file, mesh, *changes = sys.argv[1:]
+goal = 1
+if mesh:
+    begin = braid.elastic_mesh(build, mesh, shards=3, shard=1)
+else:
+    begin = braid.elastic(*build(), shards=3)
+loader = DataLoader(TensorDataset(torch.linspace(-2, 2, 288).sin().view(36, 8)), batch_size=4)
+with begin as training:
     for _ in training.epochs(5):
         for (x,) in training.batches(loader):
             with training.step():
-                model(x).square().mean().backward()
+                if mesh:
+                    training.model.step(x, x, loss=loss)
+                else:
+                    loss(training.model(x)).backward()
         if os.environ["RANK"] != "0":
             continue
         if braid.world().size == goal and changes:
             goal, text = changes.pop(0).split(":")
             goal = int(goal)
-            Path(sys.argv[1]).write_text(text)
+            Path(file).write_text(text)
         while braid.world().size != goal and not training._members.pauses:
             time.sleep(0.02)  # until the launcher has read the file, and ranks are ready
-print(braid.world().size, training.num_steps, model.weight.detach().numpy().tobytes().hex())
+    model = training.model
+    if mesh:
+        model.make_whole()
+        model = model.model
+weights = nn.utils.parameters_to_vector(model.parameters())
+print(braid.world().size, training.num_steps, weights.detach().numpy().tobytes().hex())

@@ -92,13 +92,14 @@ def test_a_run_that_cannot_gain_ranks_is_refused(options, problem, capsys, tmp_p
 
 @pytest.mark.procs
 @pytest.mark.launcher
-def test_ranks_join_and_leave_with_the_slots_of_the_file(tmp_path):
+@pytest.mark.parametrize("mesh", ["", "pp=2; dp=3; dp=1"])
+def test_ranks_join_and_leave_with_the_slots_of_the_file(tmp_path, mesh):
     (tmp_path / "hosts").write_text("a slots=1\n")
     grown = ("--hostfile", "hosts", "--max-ranks", "3", "--spares", "1", "--threads", "1")
     grown += ("--rsh", "env FAKE_HOST={host}", "--env", "PYTHONPATH")
 
     def run(options: tuple[str, ...], *changes: str) -> tuple[set[str], str]:
-        words = ("run", *options, "--min-ranks", "1", JOB, "hosts", *changes)
+        words = ("run", *options, "--min-ranks", "1", JOB, "hosts", mesh, *changes)
         command = [sys.executable, "-m", "braid", *words]
         done = subprocess.run(
             command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120

@@ -188,8 +188,9 @@ def elastic_mesh(
         clip: Maximum norm of all gradients, to which they are clipped; None for no limit.
         update: Called instead of `training.optimizer.step()`; must not communicate.
         batch_per_rank: See `elastic`; the number of samples of each replica is kept.
-        copies: Whether neighbours keep copies of parts that only one rank has. If such a part is
-            lost without a copy, the training goes back to the last checkpoint, or ends.
+        copies: Whether neighbours keep copies of parts that only one rank, or one of several hosts,
+            has. If such a part is lost without a copy, the training goes back to the last
+            checkpoint, or ends.
         verify: See `elastic`; replicas along dp are compared, and with two of them no check shows
             which one is wrong.
         replace_slow: See `elastic`; a rank is compared with the ranks at its place in the other

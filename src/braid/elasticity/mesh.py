@@ -19,9 +19,9 @@ number of stages, so last bits differ then.
     epoch of members   4 ranks: pp=2,dp=2  ── rank 3 dies ──>  3 ranks: dp=3
     state              parts of 4 ranks     ── boxes ──>       parts of 3 ranks
 
-Parts that one rank alone has are copied by a neighbour (`shadow`). All members agree on each step
-before they update: then everyone has its gradients, so after a loss all of them either make the
-update or repeat the step. Nobody goes back.
+Parts that one rank, or one of several hosts, alone has are copied by a neighbour (`shadow`). All
+members agree on each step before they update: then everyone has its gradients, so after a loss all
+of them either make the update or repeat the step. Nobody goes back.
 
 Source: D. Narayanan et al., SC 2021, section 3, for the mesh; I. Jang et al., "Oobleck", SOSP 2023,
 for going on with another mesh of those that are left.
@@ -46,7 +46,7 @@ from braid.elasticity.gradient_sums import memory_for
 from braid.elasticity.parts import ModelPart, TensorBox, boxes_of
 from braid.elasticity.redistribution import LostStateError, NewestState, fill, newest_state
 from braid.elasticity.saving import TrainingCheckpoints
-from braid.elasticity.shadow import Shadow, crosses_hosts
+from braid.elasticity.shadow import Shadow, crosses_hosts, is_on_one_host
 from braid.elasticity.state_transfer import (
     TrainingState,
     broadcast_values,
@@ -309,15 +309,18 @@ class MeshReplica:
         return part, list(dict.fromkeys(names))
 
     def _copy_part(self, part: ModelPart) -> list[ModelPart]:
-        """Copy the part of a neighbour, if one rank alone has it; a collective."""
-        is_alone = self.model.sharding is not None or self.group.size == 1
+        """Copy the part of a neighbour, if a rank or a host alone has a part; a collective."""
         self._shadow = None
-        if not is_alone or not self._copies or self._world.size == 1:
+        if not self._copies or self._world.size == 1:
             return []
-        has_grads = self.model.sharding is not None and (
-            crosses_hosts(self.group) or not crosses_hosts(self._world)
-        )
-        is_sent = not all(self._world.objects.all_gather(has_grads))
+        is_sharded = self.model.sharding is not None
+        is_alone = is_sharded or self.group.size == 1
+        is_alone |= is_on_one_host(self.group) and not is_on_one_host(self._world)
+        has_grads = is_sharded and (crosses_hosts(self.group) or not crosses_hosts(self._world))
+        alone, with_grads = zip(*self._world.objects.all_gather((is_alone, has_grads)), strict=True)
+        if not any(alone):
+            return []
+        is_sent = not all(with_grads)
         self._shadow = Shadow(self._world if is_sent else self.group, part, is_sent=is_sent)
         return [self._shadow.part]
 

@@ -37,7 +37,7 @@ from braid.errors import ConfigError
 from braid.runtime.torch_internals import version_of
 from braid.types import dtype_name
 
-__all__ = ["Shadow", "crosses_hosts", "ring_of"]
+__all__ = ["Shadow", "crosses_hosts", "is_on_one_host", "ring_of"]
 
 HOOKS = ("_optimizer_", "_hook_for_profile", "_zero_grad_profile_name", "_patched")
 
@@ -55,6 +55,12 @@ def crosses_hosts(group: Group) -> bool:
     nodes, ring = getattr(group.engine, "nodes", None), ring_of(group)
     pairs = zip(ring, [*ring[1:], ring[0]], strict=True)
     return nodes is not None and all(b not in nodes.local_peers(a) for a, b in pairs)
+
+
+def is_on_one_host(group: Group) -> bool:
+    """Return whether all members of the group are on one host."""
+    nodes = getattr(group.engine, "nodes", None)
+    return nodes is None or len(nodes.hosts) == 1
 
 
 class Shadow:
