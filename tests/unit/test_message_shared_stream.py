@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import random
 import socket
 import struct
+from collections import deque
 
 import pytest
 
@@ -70,6 +72,35 @@ def test_frames_of_all_sizes_keep_their_bytes_and_order():
         sizes = [1, 3_000_001, LEAST_BYTES - 1, 4 << 20, 77, 1_500_000, 4 << 20, 2_999_999, 4 << 20]
         payloads = [os.urandom(16) * (size // 16) + b"x" * (size % 16) for size in sizes]
         assert exchange(sender, receiver, *payloads) == payloads
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_frames_keep_their_bytes_however_far_their_reader_is_behind(seed):
+    rng, unread, num_at_start = random.Random(seed), deque(), 0
+    with streams() as (sender, receiver):
+        opened(sender, receiver)
+        for _ in range(150):
+            if rng.random() < 0.45:
+                payload = rng.randbytes(16) * rng.randint(LEAST_BYTES // 16, 1 << 17)
+                num_at_start += sender._outgoing.is_empty
+                sender.post(HEAD, [payload])
+                unread.append(payload)
+            elif (frame := receiver.try_recv()) is not None:
+                assert bytes(frame.buffers[0]) == unread.popleft()
+            sender.flush()
+        while unread:
+            sender.flush()
+            if (frame := receiver.try_recv()) is not None:
+                assert bytes(frame.buffers[0]) == unread.popleft()
+    assert num_at_start > 5
+
+
+def test_a_frame_in_an_empty_ring_begins_at_the_start():
+    with streams() as (sender, receiver):
+        opened(sender, receiver)
+        for _ in range(3):
+            assert exchange(sender, receiver, LARGE) == [LARGE]
+            assert sender._outgoing._position % RING_BYTES == LEAST_BYTES
 
 
 def test_buffers_go_into_the_memory_that_the_receiver_chooses():

@@ -87,8 +87,9 @@ class TrainConfig:
             --min-ranks; 0 for none.
         replace_slow: Replace a rank that is slower than its peers by this factor, such as 2, with
             --min-ranks; 0 to keep slow ranks.
-        copies: Keep copies of parts that only one rank has, with --min-ranks. Steps are faster
-            without copies, but the loss of a part costs all steps since the last checkpoint.
+        copies: With --min-ranks, ranks keep copies of parts that only one rank, or one of several
+            hosts, has. With --no-copies they do not: steps are faster, but the loss of a part costs
+            all steps since the last checkpoint.
         device: Device of each rank: auto for the GPU of its local rank if torch sees one, else the
             CPU. Ranks share GPUs if there are fewer.
         dtype: Dtype of matrix products: fp32, or bf16 by autocast. Parameters are float32.

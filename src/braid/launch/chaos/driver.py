@@ -64,8 +64,8 @@ class ChaosOptions:
         kinds: Kinds of faults, separated by commas: kill, stop, slow, leave, newcomer, two,
             bitflip, disk, partition. With partition, the hosts of `braid run -H a:2,b:2` are made
             as network namespaces of this machine, and all but the first are cut off for a while.
-        compare: Run the same command again without faults, up to the last step, and compare the
-            weights after every tenth step.
+        compare: The same command runs again without faults, up to the last step, and weights are
+            compared after every tenth step. With --no-compare it does not.
     """
 
     every_s: Interval = 30.0

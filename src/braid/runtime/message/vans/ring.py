@@ -13,8 +13,10 @@ and the receiver copies out of it into the final memory, without the interpreter
            | token    | opened   | consumed |       | bytes of frames ...                 |
 
 Neither end sends an offset: both know the position after the last frame, and a frame that would
-cross the end begins at the start instead. The receiver writes its position (`consumed`), so the
-sender knows the free space without a message. The sender checks that number as well.
+cross the end begins at the start instead. A frame in an empty ring also begins at the start, and
+says so: a call and its answer then use the same few pages again and again, which are in the caches
+of both processors. The receiver writes its position (`consumed`), so the sender knows the free
+space without a message. The sender checks that number as well.
 
 The receiver opens the file through `/proc/<pid>/fd/<fd>`, which the system permits to the same user
 in one pid namespace. The random token proves that it is the sender's file. A word of `opened` is
@@ -100,6 +102,7 @@ class SendRing(_MappedRing):
         except BaseException:
             os.close(fd)
             raise
+        self._first = 0  # position of the first frame since the ring was empty
 
     @property
     def offer(self) -> bytes:
@@ -111,21 +114,34 @@ class SendRing(_MappedRing):
         """Whether the receiver has opened the ring's memory file."""
         return bool(self._words[_OPENED])
 
-    def try_write(self, buffers: Sequence[memoryview], nbytes: int) -> bool:
-        """Copy the buffers of a frame into the ring; return False if they do not fit now.
+    @property
+    def is_empty(self) -> bool:
+        """Whether the receiver has read all frames, so that the next one begins at the start.
 
         Raises:
             CommError: The receiver claims to have read bytes that have not been written.
         """
-        unread = self._position - self._words[_CONSUMED]
-        if not 0 <= unread <= RING_BYTES:
+        consumed = self._words[_CONSUMED]
+        if consumed > self._position:
             msg = (
-                f"it claims to have read up to byte {self._words[_CONSUMED]} of shared memory, but "
-                f"{self._position} were written, into {RING_BYTES}: its memory is damaged"
+                f"it claims to have read up to byte {consumed} of shared memory, but "
+                f"{self._position} were written: its memory is damaged"
             )
             raise CommError(msg)
-        start = _start(self._position, nbytes)
-        if start + nbytes - (self._position - unread) > RING_BYTES:
+        return consumed == self._position
+
+    def try_write(self, buffers: Sequence[memoryview], nbytes: int, *, at_start: bool) -> bool:
+        """Copy the buffers of a frame into the ring; return False if they do not fit now.
+
+        Args:
+            buffers: Memory of `nbytes` bytes in total.
+            nbytes: Size of the frame.
+            at_start: Whether the ring `is_empty`; the receiver must pass the same to `read`.
+        """
+        start = _start(self._position, RING_BYTES if at_start else nbytes)
+        if at_start:
+            self._first = start
+        elif start + nbytes - max(self._words[_CONSUMED], self._first) > RING_BYTES:
             return False
         place = start % RING_BYTES
         for buffer in filter(len, buffers):
@@ -172,14 +188,15 @@ class ReceiveRing(_MappedRing):
             raise
         self._words[_OPENED] = 1
 
-    def read(self, targets: Sequence[memoryview], nbytes: int) -> None:
+    def read(self, targets: Sequence[memoryview], nbytes: int, *, at_start: bool) -> None:
         """Copy the bytes of the next frame into the targets.
 
         Args:
             targets: Memory of `nbytes` bytes in total.
             nbytes: Size of the frame, at most `RING_BYTES`.
+            at_start: Whether the frame begins at the start of the ring.
         """
-        start = _start(self._position, nbytes)
+        start = _start(self._position, RING_BYTES if at_start else nbytes)
         place = start % RING_BYTES
         for target in filter(len, targets):
             size = len(target)
