@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.errors import CommError, ConfigError, PeerLostError
+from braid.runtime.memory_pool import MemoryPool
 from braid.runtime.message import NUM_PRIORITIES, Delivery, PeerLost, Schema, VanConfig, split_node
 from braid.runtime.message.protocol.assembly import Arrived, Inflow
 from braid.runtime.message.protocol.heads import Beat, Bye, Cancel, Hello, More, Open, pack, unpack
-from braid.runtime.message.protocol.memory_pool import MemoryPool
 from braid.runtime.message.protocol.send_queue import Outbox, Outgoing
 from braid.runtime.message.protocol.van_state import Carry, Close, Read, VanState
 from braid.runtime.message.vans.local_van import hand_over

@@ -30,6 +30,7 @@ from braid.comm.autograd.nested import TensorPlace, flatten, unflatten
 from braid.errors import CommError, ConfigError
 from braid.parallel.pipeline.memory_order import as_in_memory
 from braid.parallel.pipeline.sent_structure import SentSpec, SentStructure, read_structure
+from braid.runtime.memory_pool import HUGE_PAGE_BYTES, MemoryPool
 from braid.runtime.torch_internals import version_of
 from braid.types import text_digest
 
@@ -37,6 +38,7 @@ __all__ = ["Carrier", "Messages", "failing_together"]
 
 DIGEST_MASK = (1 << 62) - 1
 HEADER_BYTES = 16
+KEPT_BYTES = 256 << 20  # of free memory for large tensors
 PACKED_BYTES = 64 << 10  # copying more costs more than a message
 
 
@@ -253,6 +255,7 @@ class Messages:
         self._structures: dict[tuple[int, int, int], SentStructure] = {}
         self._descriptions: dict[SentStructure, tuple[bytes, int]] = {}
         self._under_way: list[_Sent] = []
+        self._pool = MemoryPool(KEPT_BYTES)
         # last structure sent to and received from a peer, on edge 0
         self._expected_there: dict[int, _Expected] = {}
         self._expected_here: dict[int, _Expected] = {}
@@ -310,7 +313,10 @@ class Messages:
         structure = self._structures[peer, edge, digest]
         if not edge:
             self._expected_here[peer] = _Expected.of(digest, structure)
-        tensors = [spec.empty("cpu" if spec.on_cpu else self._device) for spec in structure.specs]
+        tensors = [
+            spec.empty("cpu" if spec.on_cpu else self._device, self._pool)
+            for spec in structure.specs
+        ]
         self._recv(tensors, peer, edge)
         for tensor, spec in zip(tensors, structure.specs, strict=True):
             tensor.requires_grad_(spec.requires_grad)
@@ -327,8 +333,8 @@ class Messages:
         """Receive tensors with the shapes and dtypes of `like`; see `Carrier.recv_tensors`."""
         tensors = [
             torch.empty(x.shape, dtype=x.dtype, device=x.device)
-            if x.is_contiguous()
-            else SentSpec.of(x).empty(x.device)
+            if x.nbytes < HUGE_PAGE_BYTES and x.is_contiguous()
+            else SentSpec.of(x).empty(x.device, self._pool)
             for x in like
         ]
         self._recv(tensors, peer, edge)

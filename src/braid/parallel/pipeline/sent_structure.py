@@ -32,6 +32,7 @@ from braid.comm.autograd.nested import TensorPlace, unflatten
 from braid.comm.tensors.plain_data import decode, encode
 from braid.errors import BraidError, CommError, ConfigError
 from braid.parallel.pipeline.memory_order import order_of, restored
+from braid.runtime.memory_pool import HUGE_PAGE_BYTES, MemoryPool
 from braid.types import dtype_name
 
 __all__ = ["SentSpec", "SentStructure", "read_structure"]
@@ -60,11 +61,23 @@ class SentSpec(NamedTuple):
         on_cpu = x.device.type == "cpu"
         return cls(tuple(x.shape), x.dtype, x.requires_grad, on_cpu, order_of(x))
 
-    def empty(self, device: torch.device | str) -> torch.Tensor:
-        """Return an uninitialized tensor with this description."""
+    def empty(self, device: torch.device | str, pool: MemoryPool | None = None) -> torch.Tensor:
+        """Return an uninitialized tensor with this description.
+
+        Args:
+            device: Device of the tensor.
+            pool: Pool for large tensors on the CPU.
+        """
+        numel = math.prod(self.shape)
+        nbytes = numel * self.dtype.itemsize
+        if pool is not None and self.on_cpu and nbytes >= HUGE_PAGE_BYTES:
+            memory = torch.frombuffer(pool.lend(nbytes), dtype=self.dtype)
+            like = restored(memory, self.shape, self.order)
+            tensor = torch.empty(0, dtype=self.dtype, device="cpu")  # which is not a view
+            return tensor.set_(memory.untyped_storage(), 0, like.shape, like.stride())
         if self.order is None:
             return torch.empty(self.shape, dtype=self.dtype, device=device)
-        memory = torch.empty(math.prod(self.shape), dtype=self.dtype, device=device)
+        memory = torch.empty(numel, dtype=self.dtype, device=device)
         return restored(memory, self.shape, self.order)
 
     def as_plain(self) -> list[Any]:

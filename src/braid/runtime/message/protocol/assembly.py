@@ -18,6 +18,7 @@ from typing import TypeAlias
 import msgspec
 
 from braid.errors import CommError
+from braid.runtime.memory_pool import MemoryPool
 from braid.runtime.message.protocol.heads import (
     Beat,
     Bye,
@@ -28,7 +29,6 @@ from braid.runtime.message.protocol.heads import (
     as_bytes,
     unpack,
 )
-from braid.runtime.message.protocol.memory_pool import MemoryPool
 from braid.runtime.message.protocol.schema import Message, Schema
 from braid.runtime.message.protocol.vocabulary import Allocate
 

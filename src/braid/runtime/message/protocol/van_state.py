@@ -39,6 +39,7 @@ from collections.abc import Sequence
 from itertools import chain
 
 from braid.errors import CommError, ConfigError, StaleError
+from braid.runtime.memory_pool import MemoryPool
 from braid.runtime.message.protocol.assembly import Arrived, Inflow
 from braid.runtime.message.protocol.heads import Beat, Bye, Hello
 from braid.runtime.message.protocol.inbox import Inbox, Peer
@@ -51,7 +52,6 @@ from braid.runtime.message.protocol.link import (
     VanLink,
     statistics_of,
 )
-from braid.runtime.message.protocol.memory_pool import MemoryPool
 from braid.runtime.message.protocol.peer_table import PeerTable, lost_error
 from braid.runtime.message.protocol.schema import Message, PeerLost, Schema
 from braid.runtime.message.protocol.send_queue import Outbox, OutFrame, Outgoing

@@ -21,23 +21,27 @@ import mmap
 import weakref
 from collections import deque
 
-__all__ = ["MemoryPool"]
+__all__ = ["HUGE_PAGE_BYTES", "MemoryPool"]
 
 LEAST_BYTES = 256 << 10  # smaller buffers come from the interpreter's own allocator
-KEPT_BYTES = 64 << 20  # limit of all free blocks together
+KEPT_BYTES = 64 << 20  # of all free blocks together
+HUGE_PAGE_BYTES = 2 << 20
 _ROUND_BYTES = 64 << 10  # messages of nearly the same size share blocks
-_HUGE_PAGE_BYTES = 2 << 20
 
 
 class MemoryPool:
-    """Lender of writable memory; one for each van. Views may be dropped in any thread.
+    """Lender of writable memory. Views may be dropped in any thread.
+
+    Args:
+        kept_bytes: Largest size of all free blocks together.
 
     Attributes:
         free: Unused blocks, the oldest first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
         self.free: deque[mmap.mmap] = deque()
+        self._kept_bytes = kept_bytes
 
     def lend(self, size: int) -> memoryview:
         """Return writable memory of `size` bytes with any content.
@@ -50,7 +54,7 @@ class MemoryPool:
             return memoryview(bytearray(size))
         block = self._take(size) or _new_block(size)
         owner = (ctypes.c_ubyte * len(block)).from_buffer(block)
-        weakref.finalize(owner, _recycle, self.free, block).atexit = False
+        weakref.finalize(owner, _recycle, self.free, block, self._kept_bytes).atexit = False
         return memoryview(owner).cast("B")[:size]
 
     def _take(self, size: int) -> mmap.mmap | None:
@@ -67,20 +71,20 @@ def _new_block(size: int) -> mmap.mmap:
     rounded = -(-size // _ROUND_BYTES) * _ROUND_BYTES
     # private: a forked process must not see data that arrives later
     block = mmap.mmap(-1, rounded, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if size >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+    if size >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages
             block.madvise(mmap.MADV_HUGEPAGE)
     return block
 
 
-def _recycle(free: deque[mmap.mmap], block: mmap.mmap) -> None:
+def _recycle(free: deque[mmap.mmap], block: mmap.mmap, kept_bytes: int) -> None:
     """Add an unused block; drop the oldest ones beyond the limit.
 
     Uses no lock, since the last view may be dropped anywhere, even inside `lend`.
     """
-    if len(block) > KEPT_BYTES:
+    if len(block) > kept_bytes:
         return
     free.append(block)
-    while sum(map(len, tuple(free))) > KEPT_BYTES:
+    while sum(map(len, tuple(free))) > kept_bytes:
         with contextlib.suppress(IndexError):
             free.popleft()

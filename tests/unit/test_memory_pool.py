@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from braid.runtime.message.protocol.memory_pool import KEPT_BYTES, LEAST_BYTES, MemoryPool
+from braid.runtime.memory_pool import KEPT_BYTES, LEAST_BYTES, MemoryPool
 
 
 def block_sizes(pool):
