@@ -1,4 +1,4 @@
-"""An elastic training for tests that changes its file of hosts: FILE NUMBER:LINES ...
+"""An elastic training for tests that changes its hosts through a file: FILE NUMBER:LINES ...
 
 Rank 0 writes the lines after a pass over the data, and the next ones once the run has this number
 of ranks.
@@ -21,7 +21,7 @@ torch.manual_seed(0)
 model = torch.nn.Linear(8, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 loader = DataLoader(TensorDataset(torch.randn(36, 8)), batch_size=4)
-goal, changes = 1, sys.argv[2:]
+goal, changes = braid.world().size, sys.argv[2:]
 with braid.elastic(model, optimizer, shards=3) as training:
     for _ in training.epochs(5):
         for (x,) in training.batches(loader):

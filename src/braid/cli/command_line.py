@@ -193,15 +193,16 @@ def run(
         msg = f"--port must be auto or a number, got {port!r}"
         raise ConfigError(msg)
     n = roles.num_ranks(n)
-    is_fixed = on.nnodes is None and (on.on != "" or not on.hostfile)  # before it has begun
+    can_grow = on.on == "ray" or (on.on == "" and on.hostfile != "")
+    is_fixed = on.nnodes is None and not can_grow  # before it has begun
     if n is None and is_fixed:
         n = roles.max_ranks or None
     where, repeated = choose_where(on, n)
     if n is not None and is_fixed and n < roles.max_ranks:
         msg = (
             f"--max-ranks {roles.max_ranks} is more than -n {n}, and no further hosts or slots can "
-            "come: leave --max-ranks out, or name the hosts with --hostfile FILE, which is read "
-            "again during the run"
+            "come: leave --max-ranks out, name the hosts with --hostfile FILE, which is read again "
+            "during the run, or run on Ray (--on ray)"
         )
         raise ConfigError(msg)
     if roles.words:

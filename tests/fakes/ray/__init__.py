@@ -122,13 +122,15 @@ def remote(cls: type) -> _Class:
     return _Class(cls)
 
 
-def wait(calls: list[_Call], num_returns: int = 1) -> tuple[list[_Call], list[_Call]]:
+def wait(
+    calls: list[_Call], num_returns: int = 1, timeout: float | None = None
+) -> tuple[list[_Call], list[_Call]]:
     """Wait for the first call that has ended."""
     assert num_returns == 1
     with selectors.DefaultSelector() as selector:
         for call in calls:
             selector.register(call.reader, selectors.EVENT_READ, call)
-        ready = [key.data for key, _ in selector.select()][:1]
+        ready = [key.data for key, _ in selector.select(timeout)][:1]
     return ready, [call for call in calls if call not in ready]
 
 
