@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import braid
 
+NUM_LOOKS = 400
 braid.init()
 torch.manual_seed(0)
 model = torch.nn.Linear(8, 1)
@@ -30,9 +31,11 @@ with braid.elastic(model, optimizer, shards=3) as training:
         if os.environ["RANK"] != "0":
             continue
         if braid.world().size == goal and changes:
-            goal, text = changes.pop(0).split(":")
-            goal = int(goal)
+            number, _, text = changes.pop(0).partition(":")
+            goal = int(number)
             Path(sys.argv[1]).write_text(text)
-        while braid.world().size != goal and not training._members.pauses:
-            time.sleep(0.02)  # until the launcher has read the file, and ranks are ready
+        for _ in range(NUM_LOOKS):  # a rank that was asked to leave needs another step
+            if braid.world().size == goal or training._members.pauses:
+                break  # the launcher knows the change, and ranks are ready
+            time.sleep(0.02)
 print(braid.world().size, training.num_steps, model.weight.detach().numpy().tobytes().hex())
