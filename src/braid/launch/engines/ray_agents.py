@@ -118,7 +118,7 @@ class RayAgents:
             limit_s = GROW_S if self._max_ranks else None
             ended, _ = self._ray.wait(list(self._agents), num_returns=1, timeout=limit_s)
             for end in ended:
-                code |= self._end(end)
+                code |= self.ended(end)
             if self._max_ranks and _has_input():
                 self.start(stdin.readline())
             if self._max_ranks:
@@ -174,6 +174,30 @@ class RayAgents:
             for choice in place(nodes, 0, self._demand, self._strategy, room):
                 self._requested += self._request([choice])
 
+    def ended(self, end: Any) -> bool:
+        """Give the resources of an agent back; report its loss, and return whether it was lost."""
+        number, reservation, _ = self._agents.pop(end)
+        why = ""
+        try:
+            status, printed, results = self._ray.get(end)
+        except self._ray.exceptions.RayError as exc:
+            why = _why(exc)
+        else:
+            for rank, result in results.items():
+                Path(f"{self._payload}.{rank}").write_bytes(result)
+            if status:
+                last = printed.strip().splitlines()[-1:] or ["it printed nothing"]
+                why = f"ended with exit code {status}: {last[0]}"
+                print(printed, file=sys.stderr, flush=True)
+        if why:
+            FromClient(lost=number, why=why).send()
+        self._unusable.add(reservation.node)
+        if reservation.group not in {other.group for other in self._usable}:
+            with suppress(Exception):  # while Ray's server starts again
+                self._ray.util.remove_placement_group(reservation.group)
+        self._send_hosts()
+        return bool(why)
+
     def close(self) -> None:
         """Give all resources back."""
         for group in {reservation.group for reservation in (*self._usable, *self._requested)}:
@@ -208,30 +232,6 @@ class RayAgents:
 
     def _send_hosts(self) -> None:
         FromClient(hosts=tuple((host.name, host.num_ranks) for host in self._usable)).send()
-
-    def _end(self, end: Any) -> bool:
-        """Give the resources of an agent back; report its loss, and return whether it was lost."""
-        number, reservation, _ = self._agents.pop(end)
-        why = ""
-        try:
-            status, printed, results = self._ray.get(end)
-        except self._ray.exceptions.RayError as exc:
-            why = _why(exc)
-        else:
-            for rank, result in results.items():
-                Path(f"{self._payload}.{rank}").write_bytes(result)
-            if status:
-                last = printed.strip().splitlines()[-1:] or ["it printed nothing"]
-                why = f"ended with exit code {status}: {last[0]}"
-                print(printed, file=sys.stderr, flush=True)
-        if why:
-            FromClient(lost=number, why=why).send()
-        self._unusable.add(reservation.node)
-        if reservation.group not in {other.group for other in self._usable}:
-            with suppress(Exception):  # while Ray's server starts again
-                self._ray.util.remove_placement_group(reservation.group)
-        self._send_hosts()
-        return bool(why)
 
 
 def _has_input() -> bool:
