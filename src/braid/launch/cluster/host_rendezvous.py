@@ -364,10 +364,12 @@ class HostRendezvous(Closing):
             self._notice(f"waiting at {place} for --node-rank {missing}")
         elif now_ns >= self._next_notice_ns:
             self._next_notice_ns = now_ns + self._wait_ns
-        if isinstance(self._where, EngineHosts) and self._where.starter.has_ended:
+        if isinstance(self._where, EngineHosts):
+            starter = self._where.starter
             for node in self._state.missing:
-                why = f"has no agent: {self._where.starter.problem()}"
-                self._execute(self._state.on_lost(node, why, now_ns))
+                why = starter.problem() if starter.has_ended else starter.why_lost(node, 0.0)
+                if why:
+                    self._execute(self._state.on_lost(node, f"has no agent: {why}", now_ns))
         self._execute(self._state.tick(now_ns))
 
     def _on_signals(self) -> None:

@@ -250,10 +250,10 @@ class EngineClient(Closing):
         If the client itself has ended, the lost connection to the engine is the reason.
         """
         deadline_s = time.monotonic() + limit_s
-        with self._selecting() as selector:
-            while not self._reasons.get(node) and time.monotonic() < deadline_s and self._open:
+        while node not in self._reasons and time.monotonic() < deadline_s and self._open:
+            with self._selecting() as selector:
                 selector.select(max(0.0, deadline_s - time.monotonic()))
-                self.read()
+            self.read()
         if node not in self._reasons and self._out not in self._open:
             what = LOG_PREFIX.sub("", self.problem())
             return f"is lost with {self.engine}: {shorten(what, WHY_CHARS)}"
