@@ -171,7 +171,7 @@ def run(
     Args:
         command: Script and its arguments: everything after SCRIPT belongs to it.
         n: Number of ranks (default: --max-ranks, or 1); with -H on all hosts (default: all slots),
-            with --nnodes on this host.
+            with --on ray (default: all that fit), with --nnodes on this host.
         module: SCRIPT is the name of a Python module.
         no_python: SCRIPT is a program of any kind.
         port: MASTER_PORT for torch.distributed, or auto.
@@ -202,7 +202,7 @@ def run(
         msg = (
             f"--max-ranks {roles.max_ranks} is more than -n {n}, and no further hosts or slots can "
             "come: leave --max-ranks out, name the hosts with --hostfile FILE, which is read again "
-            "during the run, or run on Ray (--on ray)"
+            "during the run, or use --on ray"
         )
         raise ConfigError(msg)
     if roles.words:
