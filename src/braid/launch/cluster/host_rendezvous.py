@@ -365,10 +365,8 @@ class HostRendezvous(Closing):
         elif now_ns >= self._next_notice_ns:
             self._next_notice_ns = now_ns + self._wait_ns
         if isinstance(self._where, EngineHosts):
-            starter = self._where.starter
             for node in self._state.missing:
-                why = starter.problem() if starter.has_ended else starter.why_lost(node, 0.0)
-                if why:
+                if why := self._where.starter.why_missing(node):
                     self._execute(self._state.on_lost(node, f"has no agent: {why}", now_ns))
         self._execute(self._state.tick(now_ns))
 

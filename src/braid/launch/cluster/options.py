@@ -135,10 +135,6 @@ class AgentStarter(Protocol):
     The agents join this launcher.
     """
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether the starter has ended, so that no agent can start any more."""
-
     def invite(
         self, addresses: Sequence[str], nodes: Mapping[int, str], key: bytes, limit_s: float
     ) -> None:
@@ -151,8 +147,8 @@ class AgentStarter(Protocol):
             limit_s: Seconds that agents try to reach this launcher.
         """
 
-    def problem(self) -> str:
-        """Return the reason why the starter has ended."""
+    def why_missing(self, node: int) -> str:
+        """Return why no agent can join from a node any more; empty while one may join."""
 
     def why_lost(self, node: int, limit_s: float) -> str:
         """Return why a node is gone; empty if the reason is not known within `limit_s`."""

@@ -132,11 +132,6 @@ class EngineClient(Closing):
         self._selector: selectors.BaseSelector | None = None
         self._open = {self._out, self._err}
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether the process has ended, so that no agent can start any more."""
-        return self._popen.poll() is not None
-
     def register(self, selector: selectors.BaseSelector) -> None:
         """Register with a selector; the data of a key is the function to call."""
         self.unregister()
@@ -180,8 +175,8 @@ class EngineClient(Closing):
                 self.read()
                 if self.nodes:
                     return self.nodes
-                if self._out not in self._open or self.has_ended:
-                    raise ConfigError(self.problem())
+                if self._out not in self._open or self._popen.poll() is not None:
+                    raise ConfigError(self._problem())
                 if time.monotonic() >= notice_s:
                     notice_s = math.inf
                     notice(f"waiting for nodes of {self.engine}: {self.last_line or 'no answer'}")
@@ -204,7 +199,7 @@ class EngineClient(Closing):
             limit_s=limit_s,
         )
         assert self._popen.stdin is not None
-        with suppress(BrokenPipeError):  # `has_ended` becomes True
+        with suppress(BrokenPipeError):  # `why_missing` has the reason
             self._popen.stdin.write(invitation.to_line())
 
     def read(self) -> None:
@@ -238,11 +233,16 @@ class EngineClient(Closing):
         lines = [line.strip() for line in self._tail.decode(errors="replace").splitlines()]
         return next((line for line in reversed(lines) if line), "")
 
-    def problem(self) -> str:
+    def _problem(self) -> str:
         """Return why the client has ended, in the engine's words."""
         status = self._wait(1.0)
         self.read()
         return self.last_line or f"the client of {self.engine} ended with exit code {status}"
+
+    def why_missing(self, node: int) -> str:
+        """Return why no agent can join from a node any more; empty while one may join."""
+        has_ended = self._popen.poll() is not None
+        return self._problem() if has_ended else self._reasons.get(node, "")
 
     def why_lost(self, node: int, limit_s: float) -> str:
         """Return the engine's reason for the loss of a node; empty if it gives none in time.
@@ -250,12 +250,12 @@ class EngineClient(Closing):
         If the client itself has ended, the lost connection to the engine is the reason.
         """
         deadline_s = time.monotonic() + limit_s
-        while node not in self._reasons and time.monotonic() < deadline_s and self._open:
-            with self._selecting() as selector:
+        with self._selecting() as selector:
+            while node not in self._reasons and time.monotonic() < deadline_s and self._open:
                 selector.select(max(0.0, deadline_s - time.monotonic()))
-            self.read()
+                self.read()
         if node not in self._reasons and self._out not in self._open:
-            what = LOG_PREFIX.sub("", self.problem())
+            what = LOG_PREFIX.sub("", self._problem())
             return f"is lost with {self.engine}: {shorten(what, WHY_CHARS)}"
         return self._reasons.get(node, "")
 
