@@ -233,12 +233,6 @@ class EngineClient(Closing):
         lines = [line.strip() for line in self._tail.decode(errors="replace").splitlines()]
         return next((line for line in reversed(lines) if line), "")
 
-    def _problem(self) -> str:
-        """Return why the client has ended, in the engine's words."""
-        status = self._wait(1.0)
-        self.read()
-        return self.last_line or f"the client of {self.engine} ended with exit code {status}"
-
     def why_missing(self, node: int) -> str:
         """Return why no agent can join from a node any more; empty while one may join."""
         has_ended = self._popen.poll() is not None
@@ -293,6 +287,12 @@ class EngineClient(Closing):
                 self.unregister()
                 if outer is not None:
                     self.register(outer)
+
+    def _problem(self) -> str:
+        """Return why the client has ended, in the engine's words."""
+        status = self._wait(1.0)
+        self.read()
+        return self.last_line or f"the client of {self.engine} ended with exit code {status}"
 
     def _wait(self, limit_s: float) -> int | None:
         with suppress(subprocess.TimeoutExpired):
