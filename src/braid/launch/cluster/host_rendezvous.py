@@ -249,25 +249,22 @@ class HostRendezvous(Closing):
             addresses = own_addresses(where.interfaces)
             self._join_listener = JoinListener(addresses, self._secret, self._clock)
             self._stack.callback(self._join_listener.close)
-        if self._join_listener is not None:
-            self._join_listener.register(self._selector, self._registry, self._judge, self._notice)
-            self._stack.callback(self._join_listener.unregister)
-        if isinstance(where, Nodes):
-            self._start_agent(0, socket.gethostname(), LocalPlacement())
-            return
-        if isinstance(where, EngineHosts):
-            assert self._join_listener is not None
-            if self._run is None:
+            if self._run is None:  # else the starter is registered with the selector of the run
                 where.starter.register(self._selector)
                 self._stack.callback(where.starter.unregister)
             nodes = {node: self._state.name(node) for node in self._state.missing}
             where.starter.invite(
                 self._join_listener.addresses, nodes, _key(self._secret), where.start_limit_s
             )
-            return
-        hosts = where.hosts[: len({p.node for p in self._places})]
-        for node, host in enumerate(hosts, self._first_node):
-            self._start_agent(node, host.name, where.placement(host))
+        elif isinstance(where, Nodes):
+            self._start_agent(0, socket.gethostname(), LocalPlacement())
+        else:
+            hosts = where.hosts[: len({p.node for p in self._places})]
+            for node, host in enumerate(hosts, self._first_node):
+                self._start_agent(node, host.name, where.placement(host))
+        if self._join_listener is not None:
+            self._join_listener.register(self._selector, self._registry, self._judge, self._notice)
+            self._stack.callback(self._join_listener.unregister)
 
     def _start_agent(self, node: int, name: str, placement: Placement) -> None:
         self._agents[node] = self._registry.start(

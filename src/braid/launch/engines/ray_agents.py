@@ -56,8 +56,9 @@ class RayAgents:
     """Agents of a run in a Ray cluster, in resources that are reserved for them.
 
     If the run may grow, free resources on any node are reserved for one more agent, which is
-    another host of the run. A node on which an agent has ended is not used again; a node that comes
-    back to the cluster has another identifier.
+    another host of the run: Ray chooses the GPUs of each actor when the actor starts. A node on
+    which an agent has ended is not used again; a node that comes back to the cluster has another
+    identifier.
 
     Args:
         ray: The module.
