@@ -30,7 +30,9 @@ from braid.launch.engines.slurm_script import BatchScript
 from braid.launch.process.processes import SignalInbox
 
 KEY = bytes(range(32))
-INVITED = Invitation(addresses=("tcp://10.0.0.1:9",), machine="m", num_nodes=2, secret=KEY.hex())
+INVITED = Invitation(
+    addresses=("tcp://10.0.0.1:9",), machine="m", nodes={0: "a", 1: "b"}, secret=KEY.hex()
+)
 
 
 @given(

@@ -1,4 +1,4 @@
-"""An elastic training for tests that changes its file of hosts: FILE MESH NUMBER:LINES ...
+"""An elastic training for tests that changes its hosts through a file: FILE MESH NUMBER:LINES ...
 
 Rank 0 writes the lines after a pass over the data, and the next ones once the run has this number
 of ranks. Without a mesh (""), ranks have the whole model.
@@ -17,6 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import braid
 
+NUM_LOOKS = 400
+
 
 def build() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
@@ -30,7 +32,7 @@ def loss(output: Tensor, _target: object = None) -> Tensor:
 
 braid.init()
 file, mesh, *changes = sys.argv[1:]
-goal = 1
+goal = braid.world().size
 if mesh:
     begin = braid.elastic_mesh(build, mesh, shards=3, shard=1)
 else:
@@ -47,11 +49,13 @@ with begin as training:
         if os.environ["RANK"] != "0":
             continue
         if braid.world().size == goal and changes:
-            goal, text = changes.pop(0).split(":")
-            goal = int(goal)
+            number, _, text = changes.pop(0).partition(":")
+            goal = int(number)
             Path(file).write_text(text)
-        while braid.world().size != goal and not training._members.pauses:
-            time.sleep(0.02)  # until the launcher has read the file, and ranks are ready
+        for _ in range(NUM_LOOKS):  # a rank that was asked to leave needs another step
+            if braid.world().size == goal or training._members.pauses:
+                break  # the launcher knows the change, and ranks are ready
+            time.sleep(0.02)
     model = training.model
     if mesh:
         model.make_whole()

@@ -24,6 +24,7 @@ from engine_starts import (
 
 pytestmark = [pytest.mark.procs, pytest.mark.launcher]
 MESH_JOB = str(Path(__file__).with_name("elastic_mesh_job.py"))
+HOSTFILE_JOB = str(Path(__file__).with_name("hostfile_job.py"))
 FAKES = Path(__file__).parents[1] / "fakes"
 LIMIT_S = 240.0
 PROOF = pytest.mark.proof
@@ -104,6 +105,25 @@ def test_what_an_engine_loses_costs_no_step_and_no_bit(undisturbed, way, death, 
     assert code == 0, text
     assert lost in text
     assert digests == undisturbed, text
+
+
+def test_a_rank_joins_in_place_on_a_node_that_ray_gets(monkeypatch, tmp_path):
+    nodes = tmp_path / "nodes"
+    nodes.write_text("a:1,b:1")
+    monkeypatch.setenv("FAKE_RAY_NODES", str(nodes))
+
+    def ends(*words: str) -> tuple[set[str], str]:
+        code, text = _start(RUN, "--threads", "1", *words)
+        assert code == 0, text
+        return set(re.findall(r"(\d \d+ [0-9a-f]+)$", text, re.MULTILINE)), text
+
+    job = (HOSTFILE_JOB, str(nodes), "")
+    options = ("--on", "ray", "--min-ranks", "2", "--max-ranks", "3", "--spares", "1")
+    grown, text = ends(*options, *job, "3:a:1,b:1,c:4")
+    (alone,), _ = ends("-n", "1", "--min-ranks", "1", *job)
+    assert grown == {alone.replace("1", "3", 1)}, text
+    assert "braid: 2 ranks on a:1,b:1" in text
+    assert "braid: host c has joined the run" in text
 
 
 @pytest.mark.parametrize("way", ["ssh", pytest.param("slurm", marks=PROOF)])

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from braid.cli import main
-from braid.launch.cluster.hostfile_slots import HostfileSlots, read_hostfile
+from braid.launch.cluster.listed_slots import ListedSlots, read_hostfile
 from braid.runtime.clock import VirtualClock
 
 JOB = str(Path(__file__).with_name("hostfile_job.py"))
@@ -23,9 +24,14 @@ def hostfile(tmp_path: Path) -> Path:
     return path
 
 
+def _slots(hostfile: Path, num_ranks: int, max_ranks: int, clock: VirtualClock) -> ListedSlots:
+    read = partial(read_hostfile, str(hostfile))
+    return ListedSlots(read, read(), num_ranks, max_ranks, clock)
+
+
 def test_slots_follow_the_file_up_to_the_largest_number(hostfile):
     clock = VirtualClock()
-    slots = HostfileSlots(str(hostfile), read_hostfile(str(hostfile)), 2, 5, clock)
+    slots = _slots(hostfile, 2, 5, clock)
     assert slots.hosts == {"a": 2}
     assert slots.poll() == (False, ""), "a second has not passed"
 
@@ -45,7 +51,7 @@ def test_slots_follow_the_file_up_to_the_largest_number(hostfile):
 
 def test_a_lost_host_has_no_slots_until_the_file_changes(hostfile):
     clock = VirtualClock()
-    slots = HostfileSlots(str(hostfile), read_hostfile(str(hostfile)), 4, 4, clock)
+    slots = _slots(hostfile, 4, 4, clock)
     slots.lost("a")
     assert slots.poll() == (False, ""), "a rank has died on the host"
     slots.lost("a", is_gone=True)
@@ -61,7 +67,7 @@ def test_a_lost_host_has_no_slots_until_the_file_changes(hostfile):
 
 def test_a_file_that_cannot_be_read_changes_nothing_and_is_named_once(hostfile):
     clock = VirtualClock()
-    slots = HostfileSlots(str(hostfile), read_hostfile(str(hostfile)), 4, 4, clock)
+    slots = _slots(hostfile, 4, 4, clock)
     hostfile.unlink()
     clock.sleep(1.0)
     has_changed, notice = slots.poll()

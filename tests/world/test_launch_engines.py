@@ -229,6 +229,15 @@ def test_a_node_that_cannot_start_braid_is_named(first_on_path) -> None:
 
 
 @pytest.mark.usefixtures("engines", "nothing_left")
+def test_a_node_without_an_agent_is_named_with_the_reason_of_its_engine(first_on_path) -> None:
+    begin = '#!/bin/sh\ncase "$*" in *"--host b"*) exit 7;; esac\n'
+    first_on_path("mpirun", f'{begin}exec {FAKES}/bin/mpirun "$@"\n')
+    job = JobSpec(command=("support.launched", "places"), kind="module", num_ranks=2)
+    with pytest.raises(ConfigError, match=r"host b has no agent: ended with .*mpirun, exit code 7"):
+        on_engine("mpi", ("--hosts=a:1,b:1",))(job, QuietConsole())
+
+
+@pytest.mark.usefixtures("engines", "nothing_left")
 def test_nodes_that_do_not_come_are_waited_for_so_long_only(first_on_path) -> None:
     first_on_path(
         "salloc",

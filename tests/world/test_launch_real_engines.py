@@ -6,6 +6,7 @@ Slurm is two nodes of this machine (two slurmd by name, no cgroups); Ray is two 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -38,6 +39,7 @@ from support.launch_conformance import CLAIMS
 
 pytestmark = [pytest.mark.procs, pytest.mark.launcher, pytest.mark.proof]
 LIMIT_S = 60.0
+HOSTFILE_JOB = str(Path(__file__).with_name("hostfile_job.py"))
 NODES, CPUS = ("n1", "n2"), 8
 DAEMONS = ("munged", "slurmctld", "slurmd")
 WORDS = {"slurm": ("--nodes=2",), "ray": ("--strategy=spread",), "mpi": ()}
@@ -95,13 +97,22 @@ class Missing(Exception):
 
 
 CLUSTER = """\
-import sys
+import subprocess, sys
 from ray.cluster_utils import Cluster
 cluster = Cluster()
 for num_cpus in (3, 2):  # the head first: it gets the first ranks
     cluster.add_node(num_cpus=num_cpus)
 print(cluster.address, flush=True)
-sys.stdin.read()
+for line in sys.stdin:  # a number of processors for a new node, or how Ray loses that node
+    if line.strip().isdecimal():
+        node = cluster.add_node(num_cpus=int(line))
+    elif line == "kill\\n":
+        cluster.remove_node(node)
+    else:
+        words = "-m ray.scripts.scripts drain-node --reason DRAIN_NODE_REASON_PREEMPTION"
+        words += f" --address {cluster.address} --node-id {node.node_id}"
+        words += " --reason-message preempted --deadline-remaining-seconds 60"
+        subprocess.run([sys.executable, *words.split()], check=True)
 cluster.shutdown()
 """
 
@@ -160,7 +171,7 @@ def slurm(place: Path) -> Iterator[str]:
 
 @contextmanager
 def ray_cluster(place: Path) -> Iterator[str]:
-    """Start a Ray cluster of two nodes; gives its address."""
+    """Start a Ray cluster of two nodes; gives its address. Lines to the file `nodes` change it."""
     if find_spec("ray") is None:
         msg = "needs Ray: pip install 'braid-train[ray]'"
         raise Missing(msg)
@@ -176,6 +187,7 @@ def ray_cluster(place: Path) -> Iterator[str]:
     )
     assert cluster.stdin is not None
     assert cluster.stdout is not None
+    (place / "nodes").symlink_to(f"/proc/{os.getpid()}/fd/{cluster.stdin.fileno()}")
     with cluster:
         yield cluster.stdout.readline().strip()
         cluster.stdin.close()
@@ -415,6 +427,41 @@ def test_a_node_that_ray_takes_away_costs_no_step_and_no_bit(
     assert code == 0, text
     assert lost in text
     assert digests == undisturbed, text
+
+
+@pytest.mark.parametrize("engine", ["ray"], indirect=True)
+@pytest.mark.parametrize(
+    ("changes", "num_ranks", "lost"),
+    [
+        (("3:2\n", "2:drain\n"), 2, "its ranks leave the run"),
+        (("3:2\n", "2:kill\n", "3:2\n"), 3, "is gone: its agent"),
+    ],
+    ids=["drained", "killed"],
+)
+@pytest.mark.usefixtures("engine")
+def test_a_rank_joins_in_place_on_a_node_that_ray_gets_and_leaves_with_it(
+    changes: tuple[str, ...],
+    num_ranks: int,
+    lost: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    def ends(options: str, *changes: str) -> tuple[set[str], str]:
+        words = (*options.split(), "--threads", "1", HOSTFILE_JOB, str(tmp_path / "nodes"), "")
+        job = run(*words, *changes, cwd=tmp_path)
+        out, text = job.communicate(timeout=LIMIT_S)
+        assert job.returncode == 0, text
+        return set(re.findall(r"(\d \d+ [0-9a-f]+)$", out, re.MULTILINE)), text
+
+    (alone,), _ = ends("-n 1 --min-ranks 1")
+    options = "--on ray --engine-options --resources=CPU=2 --min-ranks 2 --max-ranks 3"
+    with nothing_left(request.node.nodeid), ray_cluster(tmp_path) as address:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        found, text = ends(f"{options} --env {MARK}", *changes)
+    assert found == {alone.replace("1", str(num_ranks), 1)}, text
+    assert re.search(r"host \S+ has joined the run\n.*epoch 1: ranks 0, 1, 2 go on", text), text
+    assert lost in text
 
 
 @pytest.mark.parametrize("engine", ["slurm"], indirect=True)

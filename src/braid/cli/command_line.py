@@ -171,7 +171,7 @@ def run(
     Args:
         command: Script and its arguments: everything after SCRIPT belongs to it.
         n: Number of ranks (default: --max-ranks, or 1); with -H on all hosts (default: all slots),
-            with --nnodes on this host.
+            with --on ray (default: all that fit), with --nnodes on this host.
         module: SCRIPT is the name of a Python module.
         no_python: SCRIPT is a program of any kind.
         port: MASTER_PORT for torch.distributed, or auto.
@@ -193,15 +193,16 @@ def run(
         msg = f"--port must be auto or a number, got {port!r}"
         raise ConfigError(msg)
     n = roles.num_ranks(n)
-    is_fixed = on.nnodes is None and (on.on != "" or not on.hostfile)  # before it has begun
+    can_grow = on.on == "ray" or (on.on == "" and on.hostfile != "")
+    is_fixed = on.nnodes is None and not can_grow  # before it has begun
     if n is None and is_fixed:
         n = roles.max_ranks or None
     where, repeated = choose_where(on, n)
     if n is not None and is_fixed and n < roles.max_ranks:
         msg = (
             f"--max-ranks {roles.max_ranks} is more than -n {n}, and no further hosts or slots can "
-            "come: leave --max-ranks out, or name the hosts with --hostfile FILE, which is read "
-            "again during the run"
+            "come: leave --max-ranks out, name the hosts with --hostfile FILE, which is read again "
+            "during the run, or use --on ray"
         )
         raise ConfigError(msg)
     if roles.words:

@@ -1,6 +1,7 @@
 """A stand-in for Ray: actors are forked processes of this machine, whose nodes and resources the environment names.
 
-FAKE_RAY_NODES is such as `a:2,b:2`, names with their processors. Only what braid's client uses is here.
+FAKE_RAY_NODES is such as `a:2,b:2`, names with their processors, or a file with such a text. Only what braid's client uses
+is here.
 """
 
 from __future__ import annotations
@@ -45,15 +46,25 @@ def is_initialized() -> bool:
 
 def nodes() -> list[dict[str, object]]:
     """Nodes of the cluster."""
-    names = [each.partition(":")[0] for each in os.environ["FAKE_RAY_NODES"].split(",")]
-    return [{"NodeID": f"id-{name}", "NodeManagerHostname": name, "Alive": True} for name in names]
+    return [
+        {"NodeID": f"id-{name}", "NodeManagerHostname": name, "Alive": True} for name in _listed()
+    ]
+
+
+def _listed() -> dict[str, float]:
+    listed = os.environ["FAKE_RAY_NODES"]
+    listed = Path(listed).read_text() if "/" in listed else listed
+    return {name: float(cpus) for name, cpus in (each.split(":") for each in listed.split(","))}
 
 
 class _State:
     @staticmethod
     def available_resources_per_node() -> dict[str, dict[str, float]]:
-        listed = [each.split(":") for each in os.environ["FAKE_RAY_NODES"].split(",")]
-        return {f"id-{name}": {"CPU": float(cpus)} for name, cpus in listed}
+        free = {f"id-{name}": {"CPU": cpus} for name, cpus in _listed().items()}
+        for group in util.GROUPS:
+            for bundle, label in zip(group.bundles, group.labels, strict=True):
+                free[label["ray.io/node-id"]]["CPU"] -= bundle["CPU"]
+        return free
 
     class state:  # noqa: N801 - Ray's name
         @staticmethod
@@ -122,13 +133,15 @@ def remote(cls: type) -> _Class:
     return _Class(cls)
 
 
-def wait(calls: list[_Call], num_returns: int = 1) -> tuple[list[_Call], list[_Call]]:
+def wait(
+    calls: list[_Call], num_returns: int = 1, timeout: float | None = None
+) -> tuple[list[_Call], list[_Call]]:
     """Wait for the first call that has ended."""
     assert num_returns == 1
     with selectors.DefaultSelector() as selector:
         for call in calls:
             selector.register(call.reader, selectors.EVENT_READ, call)
-        ready = [key.data for key, _ in selector.select()][:1]
+        ready = [key.data for key, _ in selector.select(timeout)][:1]
     return ready, [call for call in calls if call not in ready]
 
 

@@ -39,7 +39,8 @@ class Roles:
             or shrink to the remaining workers.
         min_ranks: Smallest number of ranks with which `braid.elastic` continues (default: all).
         max_ranks: Largest number of ranks that train with `braid.elastic` (default: -n). A run with
-            --hostfile reads the file again, and takes hosts and slots that are added to it.
+            --hostfile takes hosts and slots that are added to the file, and a run with --on ray
+            takes resources that become free.
         restarts: Largest number of processes that replace dead ranks: any rank with --min-ranks
             (default: 3); else workers, servers with replicas and ranks of expendable roles
             (default: 0).

@@ -10,7 +10,7 @@ from dataclasses import replace
 from braid.cli.commands.host_options import HostOptions
 from braid.errors import ConfigError
 from braid.launch import Console, Hosts, JobSpec, Nodes, parse_hosts
-from braid.launch.cluster.hostfile_slots import read_hostfile
+from braid.launch.cluster.listed_slots import read_hostfile
 from braid.launch.cluster.remote_shell import DEFAULT_RSH
 from braid.launch.engines.options import EngineOptions
 from braid.runtime.rendezvous.meeting import MeetingPoint

@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from braid.errors import ConfigError
 from braid.launch.cluster.host_rendezvous import HostRendezvous
-from braid.launch.cluster.options import Hosts
+from braid.launch.cluster.options import EngineHosts, Hosts
 from braid.launch.cluster.rank_assignment import Host
 from braid.launch.cluster.remote_backend import RemoteBackend
 from braid.launch.process.job import JobSpec
@@ -37,7 +37,7 @@ class ChangingHosts(AbstractContextManager["ChangingHosts"]):
 
     Args:
         job: Job of the run.
-        where: Hosts at the start, and the way to reach others.
+        where: Hosts at the start, and the way to reach further hosts.
         source: Source of hosts and their slots.
         backend: Backend of the run, which has the hosts at the start.
         clock: Time source.
@@ -48,7 +48,7 @@ class ChangingHosts(AbstractContextManager["ChangingHosts"]):
     def __init__(
         self,
         job: JobSpec,
-        where: Hosts,
+        where: Hosts | EngineHosts,
         source: SlotSource,
         backend: RemoteBackend,
         clock: Clock,

@@ -152,21 +152,12 @@ class HostRendezvous(Closing):
             self._stack = stack.pop_all()
         self._by_hand = by_hand
 
-    def listen(self) -> JoinListener | None:
-        """Return a listener for agents that an engine (such as Slurm) starts, else None."""
-        if not isinstance(self._where, EngineHosts):
-            return None
-        addresses = own_addresses(self._where.interfaces)
-        join_listener = JoinListener(addresses, self._secret, self._clock)
-        self._stack.callback(join_listener.close)
-        return join_listener
-
     def gather(self, join_listener: JoinListener | None = None) -> RemoteBackend:
         """Wait until all hosts are ready.
 
         Args:
-            join_listener: Listener for agents that join; not owned. None if this launcher starts
-                all agents.
+            join_listener: Listener for launchers that join; not owned. None if the user starts no
+                other launcher.
 
         Returns:
             Backend for the gathered hosts; this object still owns the agents.
@@ -176,17 +167,9 @@ class HostRendezvous(Closing):
             KeyboardInterrupt: The user has pressed Ctrl-C.
         """
         self._join_listener = join_listener
-        if join_listener is not None:
-            join_listener.register(self._selector, self._registry, self._judge, self._notice)
-        try:
-            self.start_agents()
-            while not self.has_ended:
-                self.step(self._pause_s())
-        finally:
-            if join_listener is not None:
-                join_listener.unregister()
-            if isinstance(self._where, EngineHosts):
-                self._where.starter.unregister()
+        self.start_agents()
+        while not self.has_ended:
+            self.step(self._pause_s())
         return RemoteBackend(self.hosts_ready(), self._clock)
 
     @property
@@ -218,6 +201,8 @@ class HostRendezvous(Closing):
             raise ConfigError(problem)
         self._registry.unregister()
         self._probe_listener.close()
+        if self._run is not None and self._join_listener is not None:
+            self._join_listener.close()
         for names in self._state.shared_machines:
             listed = ", ".join(names)
             self._notice(f"{listed} are one machine: ranks with the same LOCAL_RANK share devices")
@@ -259,22 +244,27 @@ class HostRendezvous(Closing):
         Raises:
             ConfigError: An agent cannot be started.
         """
-        if isinstance(self._where, Nodes):
-            self._start_agent(0, socket.gethostname(), LocalPlacement())
-            return
-        if isinstance(self._where, EngineHosts):
-            assert self._join_listener is not None
-            self._where.starter.register(self._selector)
-            self._where.starter.invite(
-                self._join_listener.addresses,
-                len(self._state.missing),
-                _key(self._secret),
-                self._where.start_limit_s,
+        where = self._where
+        if isinstance(where, EngineHosts):
+            addresses = own_addresses(where.interfaces)
+            self._join_listener = JoinListener(addresses, self._secret, self._clock)
+            self._stack.callback(self._join_listener.close)
+            if self._run is None:  # else the starter is registered with the selector of the run
+                where.starter.register(self._selector)
+                self._stack.callback(where.starter.unregister)
+            nodes = {node: self._state.name(node) for node in self._state.missing}
+            where.starter.invite(
+                self._join_listener.addresses, nodes, _key(self._secret), where.start_limit_s
             )
-            return
-        hosts = self._where.hosts[: len({p.node for p in self._places})]
-        for node, host in enumerate(hosts, self._first_node):
-            self._start_agent(node, host.name, self._where.placement(host))
+        elif isinstance(where, Nodes):
+            self._start_agent(0, socket.gethostname(), LocalPlacement())
+        else:
+            hosts = where.hosts[: len({p.node for p in self._places})]
+            for node, host in enumerate(hosts, self._first_node):
+                self._start_agent(node, host.name, where.placement(host))
+        if self._join_listener is not None:
+            self._join_listener.register(self._selector, self._registry, self._judge, self._notice)
+            self._stack.callback(self._join_listener.unregister)
 
     def _start_agent(self, node: int, name: str, placement: Placement) -> None:
         self._agents[node] = self._registry.start(
@@ -321,7 +311,7 @@ class HostRendezvous(Closing):
             return (
                 f"node {agent.node} is not one of the {len(where.hosts)} nodes, or has joined twice"
             )
-        agent.name = where.hosts[agent.node].name
+        agent.name = self._state.name(agent.node)
         agent.explain = where.starter.why_lost
         self._admit(agent, agent.hello)
         return ""
@@ -371,10 +361,10 @@ class HostRendezvous(Closing):
             self._notice(f"waiting at {place} for --node-rank {missing}")
         elif now_ns >= self._next_notice_ns:
             self._next_notice_ns = now_ns + self._wait_ns
-        if isinstance(self._where, EngineHosts) and self._where.starter.has_ended:
+        if isinstance(self._where, EngineHosts):
             for node in self._state.missing:
-                why = f"has no agent: {self._where.starter.problem()}"
-                self._execute(self._state.on_lost(node, why, now_ns))
+                if why := self._where.starter.why_missing(node):
+                    self._execute(self._state.on_lost(node, f"has no agent: {why}", now_ns))
         self._execute(self._state.tick(now_ns))
 
     def _on_signals(self) -> None:

@@ -130,27 +130,25 @@ class Nodes:
 
 
 class AgentStarter(Protocol):
-    """Interface to start an agent, which starts ranks, on every node with one call.
+    """Interface to start agents, which start ranks, on nodes with one call.
 
     The agents join this launcher.
     """
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether the starter has ended, so that no agent can start any more."""
-
-    def invite(self, addresses: Sequence[str], num_nodes: int, key: bytes, limit_s: float) -> None:
+    def invite(
+        self, addresses: Sequence[str], nodes: Mapping[int, str], key: bytes, limit_s: float
+    ) -> None:
         """Start an agent on each node.
 
         Args:
             addresses: Addresses of this launcher.
-            num_nodes: Number of nodes.
+            nodes: Names of the nodes by number.
             key: Secret of the job.
             limit_s: Seconds that agents try to reach this launcher.
         """
 
-    def problem(self) -> str:
-        """Return the reason why the starter has ended."""
+    def why_missing(self, node: int) -> str:
+        """Return why no agent can join from a node any more; empty while one may join."""
 
     def why_lost(self, node: int, limit_s: float) -> str:
         """Return why a node is gone; empty if the reason is not known within `limit_s`."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 from braid.errors import ConfigError
 from braid.launch.cluster.changing_hosts import ChangingHosts
 from braid.launch.cluster.host_rendezvous import HostRendezvous
-from braid.launch.cluster.hostfile_slots import HostfileSlots
 from braid.launch.cluster.join import INSECURE_WARNING, join_first_node, open_join_listener
 from braid.launch.cluster.join_listener import JoinListener
+from braid.launch.cluster.listed_slots import ListedSlots, read_hostfile
 from braid.launch.cluster.options import EngineHosts, Hosts, Nodes
 from braid.launch.process.console import QuietConsole
 from braid.launch.process.job import JobSpec, Outcome
@@ -61,15 +62,16 @@ class HostsSupervisor:
             num_slots = sum(host.slots for host in hosts.hosts)
             num_ranks = hosts.num_ranks or min(num_slots, most)
             hosts = replace(hosts, num_ranks=num_ranks)
-            slots = HostfileSlots(hosts.hostfile, hosts.hosts, num_ranks, most, self._clock)
+            read = partial(read_hostfile, hosts.hostfile)
+            slots = ListedSlots(read, hosts.hosts, num_ranks, most, self._clock)
         with SignalInbox() as inbox:
             if slots is not None:
                 return self._run_elastic(job, hosts, slots, inbox)
             with self._rendezvous(job, hosts, inbox) as rendezvous:
-                return self._carry_out(job, inbox, rendezvous, None)
+                return self._carry_out(job, inbox, rendezvous)
 
     def _run_elastic(
-        self, job: JobSpec, hosts: Hosts, slots: SlotSource, inbox: SignalInbox
+        self, job: JobSpec, hosts: Hosts | EngineHosts, slots: SlotSource, inbox: SignalInbox
     ) -> Outcome:
         console, clock = self._console, self._clock
         assert job.elastic is not None
@@ -83,8 +85,8 @@ class HostsSupervisor:
                     problems = rendezvous.problems
                     usable = tuple(host for host in hosts.hosts if host.name not in problems)
                     num_slots = sum(host.slots for host in usable)
-                    is_signal = not rendezvous.has_ended
-                    if is_signal or usable == hosts.hosts or num_slots < job.elastic.min_ranks:
+                    is_final = not rendezvous.has_ended or isinstance(hosts, EngineHosts)
+                    if is_final or usable == hosts.hosts or num_slots < job.elastic.min_ranks:
                         raise
                     for name, why in problems.items():
                         console.notice(f"host {name} {why}; the run begins without this host")
@@ -139,7 +141,7 @@ class HostsSupervisor:
         job: JobSpec,
         inbox: SignalInbox,
         rendezvous: HostRendezvous,
-        join_listener: JoinListener | None,
+        join_listener: JoinListener | None = None,
     ) -> Outcome:
         backend = rendezvous.gather(join_listener)
         job = replace(job, num_ranks=rendezvous.num_ranks)

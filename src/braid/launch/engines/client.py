@@ -1,8 +1,11 @@
 """The launcher's side of an engine: one process that allocates nodes and starts their agents.
 
     client -> launcher   {"hosts": [["a", 2], ["b", 2]]}     nodes, with slots for ranks
-    launcher -> client   an invitation
+    launcher -> client   an invitation for agents on these nodes
     client -> launcher   {"lost": 1, "why": "..."}           the engine's reason for a lost node
+
+The client of Ray sends the nodes again when they change in a run with `max_ranks`, and the launcher
+sends an invitation for each new one.
 
 The client is a separate program (`slurm_client`, `mpi_client`, `ray_client`), so that no library
 of an engine runs in the launcher. It ends when its agents have ended, or when its stdin ends.
@@ -17,7 +20,7 @@ import selectors
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from signal import SIGCHLD, SIGINT, SIGKILL
 from textwrap import shorten
@@ -25,6 +28,7 @@ from textwrap import shorten
 import msgspec
 
 from braid.errors import ConfigError
+from braid.launch.cluster.listed_slots import ListedSlots
 from braid.launch.cluster.options import EngineHosts
 from braid.launch.cluster.rank_assignment import Host
 from braid.launch.cluster.several_hosts import HostsSupervisor
@@ -65,7 +69,9 @@ class EngineSupervisor(HostsSupervisor):
                 nodes; no process is left running.
         """
         check_command(job)
+        most = job.elastic.max_ranks if job.elastic is not None and options.engine == "ray" else 0
         words = [f"--num-ranks={options.num_ranks or 0}", *options.words]
+        words += [f"--max-ranks={most}"] if most else []
         with SignalInbox() as inbox, EngineClient(options.engine, words) as client:
             hosts = client.hosts(options.start_limit_s, self._console.notice, inbox)
             where = EngineHosts(
@@ -77,9 +83,12 @@ class EngineSupervisor(HostsSupervisor):
                 environ=options.environ,
                 start_limit_s=options.start_limit_s,
             )
+            if most:
+                num_slots = sum(host.slots for host in hosts)
+                slots = ListedSlots(lambda: client.nodes, hosts, num_slots, most, self._clock)
+                return self._run_elastic(job, where, slots, inbox)
             with self._rendezvous(job, where, inbox) as rendezvous:
-                listener = rendezvous.listen()
-                return self._carry_out(job, inbox, rendezvous, listener)
+                return self._carry_out(job, inbox, rendezvous)
 
 
 class EngineClient(Closing):
@@ -88,6 +97,9 @@ class EngineClient(Closing):
     Args:
         engine: Name of the engine, one of `CLIENTS`.
         words: Arguments of its client.
+
+    Attributes:
+        nodes: Nodes that the job may use now, with slots for ranks; empty until they are allocated.
 
     Raises:
         ConfigError: The client cannot be started.
@@ -116,14 +128,9 @@ class EngineClient(Closing):
         self._lines = b""
         self._tail = b""
         self._reasons: dict[int, str] = {}
-        self._hosts: tuple[Host, ...] = ()
+        self.nodes: tuple[Host, ...] = ()
         self._selector: selectors.BaseSelector | None = None
         self._open = {self._out, self._err}
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the process has ended, so that no agent can start any more."""
-        return self._popen.poll() is not None
 
     def register(self, selector: selectors.BaseSelector) -> None:
         """Register with a selector; the data of a key is the function to call."""
@@ -166,10 +173,10 @@ class EngineClient(Closing):
                         msg = f"{signal_name(signum)} received before {self.engine} gave nodes"
                         raise ConfigError(msg)
                 self.read()
-                if self._hosts:
-                    return self._hosts
-                if self._out not in self._open or self.has_ended:
-                    raise ConfigError(self.problem())
+                if self.nodes:
+                    return self.nodes
+                if self._out not in self._open or self._popen.poll() is not None:
+                    raise ConfigError(self._problem())
                 if time.monotonic() >= notice_s:
                     notice_s = math.inf
                     notice(f"waiting for nodes of {self.engine}: {self.last_line or 'no answer'}")
@@ -180,17 +187,19 @@ class EngineClient(Closing):
         )
         raise ConfigError(msg)
 
-    def invite(self, addresses: Sequence[str], num_nodes: int, key: bytes, limit_s: float) -> None:
+    def invite(
+        self, addresses: Sequence[str], nodes: Mapping[int, str], key: bytes, limit_s: float
+    ) -> None:
         """Send the client an invitation to start an agent on each node; see `AgentStarter`."""
         invitation = Invitation(
             addresses=tuple(addresses),
             machine=machine(),
-            num_nodes=num_nodes,
+            nodes=nodes,
             secret=key.hex(),
             limit_s=limit_s,
         )
         assert self._popen.stdin is not None
-        with suppress(BrokenPipeError):  # `has_ended` becomes True
+        with suppress(BrokenPipeError):  # `why_missing` has the reason
             self._popen.stdin.write(invitation.to_line())
 
     def read(self) -> None:
@@ -214,7 +223,7 @@ class EngineClient(Closing):
             except msgspec.MsgspecError:  # a line that the engine printed
                 self._tail = (self._tail + line + b"\n")[-TAIL_BYTES:]
                 continue
-            self._hosts = tuple(Host(*host) for host in message.hosts) or self._hosts
+            self.nodes = tuple(Host(*host) for host in message.hosts) or self.nodes
             if message.why:
                 self._reasons[message.lost] = message.why
 
@@ -224,11 +233,10 @@ class EngineClient(Closing):
         lines = [line.strip() for line in self._tail.decode(errors="replace").splitlines()]
         return next((line for line in reversed(lines) if line), "")
 
-    def problem(self) -> str:
-        """Return why the client has ended, in the engine's words."""
-        status = self._wait(1.0)
-        self.read()
-        return self.last_line or f"the client of {self.engine} ended with exit code {status}"
+    def why_missing(self, node: int) -> str:
+        """Return why no agent can join from a node any more; empty while one may join."""
+        has_ended = self._popen.poll() is not None
+        return self._problem() if has_ended else self._reasons.get(node, "")
 
     def why_lost(self, node: int, limit_s: float) -> str:
         """Return the engine's reason for the loss of a node; empty if it gives none in time.
@@ -237,11 +245,11 @@ class EngineClient(Closing):
         """
         deadline_s = time.monotonic() + limit_s
         with self._selecting() as selector:
-            while not self._reasons.get(node) and time.monotonic() < deadline_s and self._open:
+            while node not in self._reasons and time.monotonic() < deadline_s and self._open:
                 selector.select(max(0.0, deadline_s - time.monotonic()))
                 self.read()
         if node not in self._reasons and self._out not in self._open:
-            what = LOG_PREFIX.sub("", self.problem())
+            what = LOG_PREFIX.sub("", self._problem())
             return f"is lost with {self.engine}: {shorten(what, WHY_CHARS)}"
         return self._reasons.get(node, "")
 
@@ -250,7 +258,7 @@ class EngineClient(Closing):
         self.unregister()
         assert self._popen.stdin is not None
         self._popen.stdin.close()
-        if not self._hosts:  # nothing has started, and an engine may still be waiting for nodes
+        if not self.nodes:  # nothing has started, and an engine may still be waiting for nodes
             self._popen.terminate()
         deadline_s = time.monotonic() + END_LIMIT_S
         while self._wait(0.05) is None and time.monotonic() < deadline_s:
@@ -279,6 +287,12 @@ class EngineClient(Closing):
                 self.unregister()
                 if outer is not None:
                     self.register(outer)
+
+    def _problem(self) -> str:
+        """Return why the client has ended, in the engine's words."""
+        status = self._wait(1.0)
+        self.read()
+        return self.last_line or f"the client of {self.engine} ended with exit code {status}"
 
     def _wait(self, limit_s: float) -> int | None:
         with suppress(subprocess.TimeoutExpired):

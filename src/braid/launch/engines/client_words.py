@@ -23,7 +23,7 @@ class FromClient(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Message of an engine's client to its launcher, as a line of JSON on stdout.
 
     Attributes:
-        hosts: Names of the allocated nodes, with their slots; empty in other messages.
+        hosts: Names of the nodes that the job may use, with their slots; empty in other messages.
         lost: Number of a lost node; -1 in other messages.
         why: Reason why that node was lost.
     """

@@ -33,7 +33,7 @@ class Invitation(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         addresses: Addresses of the launcher.
         machine: Identifier of the launcher's machine, on which loopback reaches it.
-        num_nodes: Number of nodes.
+        nodes: Names of the nodes by number.
         secret: Secret of the job, in hexadecimal.
         limit_s: Seconds that an agent tries to reach the launcher.
         node: Number of the agent's node; -1 if the engine sets it in the agent's environment.
@@ -41,13 +41,13 @@ class Invitation(msgspec.Struct, frozen=True, kw_only=True):
 
     addresses: tuple[str, ...]
     machine: str
-    num_nodes: int
+    nodes: Mapping[int, str]
     secret: str
     limit_s: float = 60.0
     node: int = -1
 
     def __repr__(self) -> str:
-        return f"Invitation({self.num_nodes} nodes at {', '.join(self.addresses)})"
+        return f"Invitation({len(self.nodes)} nodes at {', '.join(self.addresses)})"
 
     @property
     def key(self) -> Secret:

@@ -35,7 +35,7 @@ def main() -> int:
             addresses = tuple(a for a in addresses if not Address.parse(a).is_loopback)
         secret = invitation.key
         link = dial(addresses, secret, node, invitation.limit_s, _print)
-        request = JoinRequest(node, invitation.num_nodes, 0, (), secret, is_on_engine=True)
+        request = JoinRequest(node, len(invitation.nodes), 0, (), secret, is_on_engine=True)
         bye = serve(link, join_request=request)
     except ConfigError as exc:
         _print(str(exc))

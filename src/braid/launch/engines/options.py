@@ -42,8 +42,13 @@ class EngineOptions:
         if self.engine not in CLIENTS:
             msg = f"--on must be one of {', '.join(CLIENTS)}, got {self.engine!r}"
             raise ConfigError(msg)
-        if any(word.startswith("--num-ranks") for word in self.words):
-            msg = "-n sets the number of ranks, not an option of the engine: leave --num-ranks out"
+        if words := [
+            word for word in self.words if word.startswith(("--num-ranks", "--max-ranks"))
+        ]:
+            msg = (
+                "-n and --max-ranks set the number of ranks, not an option of the engine: leave "
+                f"{words[0]} out"
+            )
             raise ConfigError(msg)
         if self.num_ranks is not None and self.num_ranks < 1:
             msg = f"-n must be at least 1, got {self.num_ranks}"

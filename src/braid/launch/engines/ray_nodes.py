@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from braid.errors import ConfigError
 
-__all__ = ["STRATEGIES", "RayNode", "place"]
+__all__ = ["STRATEGIES", "RayNode", "free_nodes", "place"]
 
 STRATEGIES = ("pack", "spread")
 
@@ -33,16 +33,37 @@ class RayNode(NamedTuple):
         return min(counts, default=0)
 
 
+def free_nodes(ray: Any) -> list[RayNode]:
+    """Return the nodes that Ray keeps, with their free resources."""
+    free = ray._private.state.available_resources_per_node()  # noqa: SLF001 - nothing public
+    draining = ray._private.state.state.get_draining_nodes()  # noqa: SLF001
+    kept = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in draining]
+    names = [node["NodeManagerHostname"] for node in kept]
+    return [
+        RayNode(
+            node["NodeID"],
+            name if names.count(name) == 1 else f"{name}-{node['NodeID'][:4]}",
+            free.get(node["NodeID"], {}),
+        )
+        for node, name in zip(kept, names, strict=True)
+    ]
+
+
 def place(
-    nodes: Sequence[RayNode], num_ranks: int, resources: Mapping[str, float], strategy: str = "pack"
+    nodes: Sequence[RayNode],
+    num_ranks: int,
+    resources: Mapping[str, float],
+    strategy: str = "pack",
+    max_ranks: int = 0,
 ) -> list[tuple[RayNode, int]]:
     """Choose the nodes of a job, with the number of ranks of each.
 
     Args:
         nodes: Nodes of the cluster.
-        num_ranks: Number of ranks; 0 for the largest number that fits.
+        num_ranks: Number of ranks; 0 for the largest number that fits, up to `max_ranks`.
         resources: Resources of a rank.
         strategy: `pack` to use the fewest nodes, `spread` to use the most nodes.
+        max_ranks: Largest number of ranks if `num_ranks` is 0; 0 for no limit.
 
     Raises:
         ConfigError: The free resources do not suffice; the message lists them.
@@ -55,7 +76,7 @@ def place(
         ((n.fits(resources), n) for n in nodes), key=lambda pair: (-pair[0], pair[1].name)
     )
     total = sum(count for count, _ in room)
-    wanted = num_ranks or total
+    wanted = num_ranks or min(total, max_ranks or total)
     if not wanted or wanted > total:
         asked = " ".join(f"{name}={want:g}" for name, want in resources.items())
         free = "; ".join(

@@ -64,7 +64,8 @@ def allocated(environ: Mapping[str, str], num_ranks: int = 0) -> tuple[Host, ...
     if not names or wanted > sum(slots):
         has = ", ".join(map(str, map(Host, names, slots))) or "no nodes"
         msg = (
-            f"the allocation has {sum(slots)} tasks on {has}, but the job needs {wanted}: lower -n"
+            f"the allocation has {sum(slots)} tasks on {has}, but the job needs {wanted}: lower -n "
+            "or --max-ranks"
         )
         raise ConfigError(msg)
     hosts = []

@@ -1,12 +1,12 @@
-"""Slots of an elastic run from a file that may change: `--hostfile FILE --max-ranks 8`.
+"""Slots of an elastic run from a list of hosts that may change, such as `--hostfile FILE`.
 
-The launcher reads the file each second. A new host or slot gets ranks, and the ranks of a host or
-slot that is missing leave. A host that was lost gets no ranks until the file changes.
+The launcher reads the list each second. A new host or slot gets ranks, and the ranks of a host or
+slot that is missing leave. A host that was lost gets no ranks until the list changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from braid.errors import ConfigError
@@ -14,17 +14,17 @@ from braid.launch.cluster.rank_assignment import Host, parse_hostfile, used_slot
 from braid.launch.process.job import MAX_RANKS
 from braid.runtime.clock import Clock
 
-__all__ = ["HostfileSlots", "read_hostfile"]
+__all__ = ["ListedSlots", "read_hostfile"]
 
 PERIOD_S = 1.0
 
 
-class HostfileSlots:
-    """Slots in a file of hosts, a `braid.launch.supervise.slots.SlotSource`.
+class ListedSlots:
+    """Slots in a list of hosts, a `braid.launch.supervise.slots.SlotSource`.
 
     Args:
-        path: The file.
-        hosts: Its hosts at the start.
+        read: Reads the list; its `ConfigError` leaves the slots unchanged.
+        hosts: Hosts at the start.
         num_ranks: Number of ranks at the start.
         max_ranks: Maximum number of ranks.
         clock: Time source.
@@ -34,9 +34,14 @@ class HostfileSlots:
     """
 
     def __init__(
-        self, path: str, hosts: Sequence[Host], num_ranks: int, max_ranks: int, clock: Clock
+        self,
+        read: Callable[[], Sequence[Host]],
+        hosts: Sequence[Host],
+        num_ranks: int,
+        max_ranks: int,
+        clock: Clock,
     ) -> None:
-        self._path = path
+        self._read = read
         self._max_ranks = max_ranks
         self._clock = clock
         self._listed = dict(hosts)
@@ -52,13 +57,13 @@ class HostfileSlots:
             self.deadline_ns = self._clock.now_ns()
 
     def poll(self) -> tuple[bool, str]:
-        """Read the file when it is due; return whether `hosts` has changed, and a notice."""
+        """Read the list when it is due; return whether `hosts` has changed, and a notice."""
         if self._clock.now_ns() < self.deadline_ns:
             return False, ""
         self.deadline_ns = self._clock.after_ns(PERIOD_S)
         problem = ""
         try:
-            listed = dict(read_hostfile(self._path))
+            listed = dict(self._read())
         except ConfigError as error:
             problem = f"{error}; the slots stay as they were"
         else:
