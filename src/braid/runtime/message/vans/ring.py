@@ -13,10 +13,8 @@ and the receiver copies out of it into the final memory, without the interpreter
            | token    | opened   | consumed |       | bytes of frames ...                 |
 
 Neither end sends an offset: both know the position after the last frame, and a frame that would
-cross the end begins at the start instead. A frame in an empty ring also begins at the start, and
-says so: a call and its answer then use the same few pages again and again, which are in the caches
-of both processors. The receiver writes its position (`consumed`), so the sender knows the free
-space without a message. The sender checks that number as well.
+cross the end begins at the start instead. The receiver writes its position (`consumed`), so the
+sender knows the free space without a message. The sender checks that number as well.
 
 The receiver opens the file through `/proc/<pid>/fd/<fd>`, which the system permits to the same user
 in one pid namespace. The random token proves that it is the sender's file. A word of `opened` is
@@ -44,7 +42,7 @@ from braid.errors import CommError
 
 __all__ = ["RING_BYTES", "ReceiveRing", "SendRing"]
 
-RING_BYTES = 8 << 20  # two of the largest chunks
+RING_BYTES = 4 << 20  # more pages would not stay in the tables of processors
 _HEAD_BYTES = 4096
 _TOKEN_BYTES = 16
 _OPENED, _CONSUMED = 8, 16  # words, on separate cache lines
@@ -102,7 +100,6 @@ class SendRing(_MappedRing):
         except BaseException:
             os.close(fd)
             raise
-        self._first = 0  # position of the first frame since the ring was empty
 
     @property
     def offer(self) -> bytes:
@@ -114,34 +111,21 @@ class SendRing(_MappedRing):
         """Whether the receiver has opened the ring's memory file."""
         return bool(self._words[_OPENED])
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether the receiver has read all frames, so that the next one begins at the start.
+    def try_write(self, buffers: Sequence[memoryview], nbytes: int) -> bool:
+        """Copy the buffers of a frame into the ring; return False if they do not fit now.
 
         Raises:
             CommError: The receiver claims to have read bytes that have not been written.
         """
-        consumed = self._words[_CONSUMED]
-        if consumed > self._position:
+        unread = self._position - self._words[_CONSUMED]
+        if not 0 <= unread <= RING_BYTES:
             msg = (
-                f"it claims to have read up to byte {consumed} of shared memory, but "
-                f"{self._position} were written: its memory is damaged"
+                f"it claims to have read up to byte {self._words[_CONSUMED]} of shared memory, but "
+                f"{self._position} were written, into {RING_BYTES}: its memory is damaged"
             )
             raise CommError(msg)
-        return consumed == self._position
-
-    def try_write(self, buffers: Sequence[memoryview], nbytes: int, *, at_start: bool) -> bool:
-        """Copy the buffers of a frame into the ring; return False if they do not fit now.
-
-        Args:
-            buffers: Memory of `nbytes` bytes in total.
-            nbytes: Size of the frame.
-            at_start: Whether the ring `is_empty`; the receiver must pass the same to `read`.
-        """
-        start = _start(self._position, RING_BYTES if at_start else nbytes)
-        if at_start:
-            self._first = start
-        elif start + nbytes - max(self._words[_CONSUMED], self._first) > RING_BYTES:
+        start = _start(self._position, nbytes)
+        if start + nbytes - (self._position - unread) > RING_BYTES:
             return False
         place = start % RING_BYTES
         for buffer in filter(len, buffers):
@@ -188,15 +172,14 @@ class ReceiveRing(_MappedRing):
             raise
         self._words[_OPENED] = 1
 
-    def read(self, targets: Sequence[memoryview], nbytes: int, *, at_start: bool) -> None:
+    def read(self, targets: Sequence[memoryview], nbytes: int) -> None:
         """Copy the bytes of the next frame into the targets.
 
         Args:
             targets: Memory of `nbytes` bytes in total.
             nbytes: Size of the frame, at most `RING_BYTES`.
-            at_start: Whether the frame begins at the start of the ring.
         """
-        start = _start(self._position, RING_BYTES if at_start else nbytes)
+        start = _start(self._position, nbytes)
         place = start % RING_BYTES
         for target in filter(len, targets):
             size = len(target)

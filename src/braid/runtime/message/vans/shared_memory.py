@@ -13,10 +13,9 @@ ring, and no end ever waits for the ring.
     frame on the socket                          meaning
     head | buffers                               an ordinary frame
     IN_RING | count | sizes | head               its buffers are the next bytes of the ring
-    AT_START | count | sizes | head              ... and the ring was empty: see `ring`
     OFFER | process, descriptor, token           the sender has made a ring; open it if you can
 
-A head of a van never begins with one of these numbers. Each direction has a separate ring, made
+A head of a van never begins with one of these two numbers. Each direction has a separate ring, made
 for the first large frame.
 """
 
@@ -38,11 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["LEAST_BYTES", "SharedStream", "has_rings"]
 
 LEAST_BYTES = 64 << 10  # below this size, saving a system call beats a cheaper copy
-_OFFER, _IN_RING, _AT_START = (
-    b"\x01",
-    b"\x02",
-    b"\x03",
-)  # heads are arrays of msgpack, which begin with 0x90 and above
+_OFFER, _IN_RING = b"\x01", b"\x02"  # heads are arrays of msgpack, which begin with 0x90 and above
 _COUNT = struct.Struct("<H")
 _MOST_UNANSWERED = 64  # large frames until a ring is freed that the peer has not opened
 
@@ -90,13 +85,9 @@ class SharedStream:
         """
         if buffers and self._enabled:
             sizes = [len(buffer) for buffer in buffers]
-            if sum(sizes) >= LEAST_BYTES and (ring := self._opened_ring()) is not None:
-                at_start = ring.is_empty
-                head = _AT_START if at_start else _IN_RING
-                head += _COUNT.pack(len(sizes)) + struct.pack(f"<{len(sizes)}Q", *sizes) + meta
-                if len(head) <= MAX_META_BYTES and ring.try_write(
-                    buffers, sum(sizes), at_start=at_start
-                ):
+            if sum(sizes) >= LEAST_BYTES:
+                head = _head_in_ring(meta, sizes)
+                if len(head) <= MAX_META_BYTES and self._in_ring(buffers, sum(sizes)):
                     return self._connection.post(head)
         return self._connection.post(meta, buffers)
 
@@ -113,9 +104,9 @@ class SharedStream:
         """
         while (frame := self._connection.try_recv(allocate)) is not None:
             kind = frame.meta[:1]
-            if frame.buffers or kind not in (_OFFER, _IN_RING, _AT_START):
+            if frame.buffers or kind not in (_OFFER, _IN_RING):
                 return frame
-            if kind != _OFFER:
+            if kind == _IN_RING:
                 return self._from_ring(frame, allocate)
             self._open(frame.meta[1:])
         return None
@@ -132,18 +123,18 @@ class SharedStream:
     def __repr__(self) -> str:
         return f"<SharedStream to {self.peer}{', shared' if self.is_shared else ''}>"
 
-    def _opened_ring(self) -> SendRing | None:
-        """Return the ring for large frames; None while the peer has not opened it."""
+    def _in_ring(self, buffers: Sequence[Buffer], nbytes: int) -> bool:
+        """Copy the buffers of a frame into the ring, if there is one and they fit."""
         ring = self._outgoing
         if ring is not None and ring.is_opened:
-            return ring
+            return ring.try_write(buffers, nbytes)
         self._num_unanswered += 1
         if self._num_unanswered == 1:
             self._offer()
         elif ring is not None and self._num_unanswered > _MOST_UNANSWERED:
             ring.close()
             self._outgoing = None
-        return None
+        return False
 
     def _offer(self) -> None:
         """Make a ring, and describe it to the peer; frames use the socket until it answers."""
@@ -181,9 +172,13 @@ class SharedStream:
             targets = [memoryview(bytearray(size)) for size in sizes]
         else:
             targets = list(allocate(head, sizes))
-        ring.read(targets, nbytes, at_start=meta[:1] == _AT_START)
+        ring.read(targets, nbytes)
         return Frame(head, targets, frame.is_followed)
 
     def _broken(self, problem: str) -> CommError:
         msg = f"{self.peer} breaks the rules of shared memory: it sent {problem}"
         return CommError(msg)
+
+
+def _head_in_ring(meta: bytes, sizes: Sequence[int]) -> bytes:
+    return _IN_RING + _COUNT.pack(len(sizes)) + struct.pack(f"<{len(sizes)}Q", *sizes) + meta
