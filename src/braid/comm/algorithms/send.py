@@ -31,7 +31,7 @@ ENVELOPE_LINES = 1  # addresses count lines of 64 bytes
 ENVELOPE_BYTES = 64 * ENVELOPE_LINES
 _TAG, _NBYTES, _ADDRESS = 0, 1, 2
 TAG_BIAS = 1 << 62  # tags may be negative, words may not
-MAX_PLACES = 8  # addresses of the two slots, and of those that they replaced when they grew
+MAX_PLACES = 64  # addresses of slots, and of those that they replaced when they grew
 
 
 class Envelope(msgspec.Struct, frozen=True):

@@ -229,13 +229,12 @@ class Channel:
         """
         value = self.value + 1
         line, staging = self._own_line, self.own
-        parity = value & 1
-        at = 2 + 3 * parity
+        at = 2 + 3 * (value & 1)
         line[at] = self.digest
         line[at + 1] = staging.address
         line[at + 2] = self.site
         line[0] = self.value = value  # last: a peer that sees it sees the entry and the data
-        staging.parity = 1 - parity
+        staging.turn += staging.nbytes > 0
         publish, line_address = self.transport.publish, self._address
         if not wake:
             assert staging.nbytes == 0, "staged data must be sent with its step"

@@ -1,8 +1,11 @@
 """Staging: slots and addresses that a rank publishes with the next step of a channel.
 
-There are two slots, used alternately; `channel` explains why two are enough. Slots grow as needed
-and are kept, with the tensors that view them: making these takes most of the time of a small
-collective.
+Problem: two slots, used alternately, are enough (see `channel`). But it takes a core 26 us to write
+256 KiB that another core has just read, and 8 us if the caches of both cores no longer have them.
+
+Idea: large data passes through more slots in turn. Together these have twice the size of the cache
+that one core usually has. Slots grow as needed and are kept, with the tensors that view them:
+making these takes most of the time of a small collective.
 """
 
 from __future__ import annotations
@@ -16,8 +19,10 @@ from braid.runtime.transport import Block, MemoryTransport
 __all__ = ["CHUNK_BYTES", "PRIVATE", "Staging", "pieces"]
 
 CHUNK_BYTES = 512 << 10  # per slot: the slots of a few ranks fit into the cache, and steps are few
+LARGE_BYTES = 64 << 10  # of data that passes through more than two slots
+SLOTS_BYTES = 2 << 20  # of these slots together
 MIN_SLOT_BYTES = 4096
-MAX_VIEWS = 256  # tensors on slots, cached for the next call of the same size
+MAX_PLACES = 1024  # tensors on slots, cached for the next call of the same size
 PRIVATE = 1 << 63  # marks private addresses; the kernel's half of the address space has no tensors
 
 
@@ -32,30 +37,29 @@ class Staging:
         shares: Whether peers may be able to read tensors in place, so that exposing them is useful.
 
     Attributes:
-        parity: Index of the slot that the next step publishes.
+        turn: Number of steps that have published a slot.
         address: Address that the next step publishes; 0 for none.
         nbytes: Number of bytes in the slot that the next step publishes.
         parts: First and past-the-end byte for each other member; None to send all bytes to all.
     """
 
     __slots__ = (
-        "_addresses",
         "_arena",
         "_peers",
+        "_places",
         "_rank",
         "_scratch",
         "_shares",
         "_size",
         "_slots",
-        "_views",
         "address",
         "nbytes",
-        "parity",
         "parts",
+        "turn",
     )
 
     def __init__(self, transport: MemoryTransport, peers: Sequence[int], *, shares: bool) -> None:
-        self.parity = 1
+        self.turn = 0
         self.address = 0
         self.nbytes = 0
         self.parts: list[tuple[int, int]] | None = None
@@ -64,32 +68,38 @@ class Staging:
         self._peers = peers
         self._size = len(peers) + 1
         self._shares = shares
-        self._slots: list[Block | None] = [None, None]
-        self._addresses = [0, 0]  # of the two slots
-        self._views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
+        self._slots: dict[int, Block] = {}
+        # address and memory by slot, size and dtype
+        self._places: dict[tuple[int, int, torch.dtype], tuple[int, torch.Tensor]] = {}
         self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def slot(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the memory (slot) of the next step, to fill before the step is published."""
-        parity = self.parity
         nbytes = numel * dtype.itemsize
-        block = self._slots[parity]
+        num_slots = 2
+        if nbytes >= LARGE_BYTES and self._shares:  # a power of two, so that two steps differ
+            num_slots = max(2, SLOTS_BYTES >> (nbytes - 1).bit_length())
+        key = self.turn & (num_slots - 1), numel, dtype
+        place = self._places.get(key) or self._place(*key)
+        self.nbytes = nbytes
+        self.address, memory = place
+        return memory
+
+    def _place(self, number: int, numel: int, dtype: torch.dtype) -> tuple[int, torch.Tensor]:
+        """Return the address and the memory of a slot, which grows if it must."""
+        nbytes = numel * dtype.itemsize
+        block = self._slots.get(number)
         if block is None or block.nbytes < nbytes:
             if block is not None:
                 self._arena.free(block)
+                self._places.clear()
             block = self._arena.allocate(max(MIN_SLOT_BYTES, 1 << max(nbytes - 1, 0).bit_length()))
-            self._slots[parity] = block
-            self._addresses[parity] = block.address
-            self._views.clear()
-        self.address = self._addresses[parity]
-        self.nbytes = nbytes
-        view = self._views.get((parity, numel, dtype))
-        if view is None:
-            if len(self._views) > MAX_VIEWS:
-                self._views.clear()
-            view = self._arena.view(self._rank, self.address, numel, dtype)
-            self._views[parity, numel, dtype] = view
-        return view
+            self._slots[number] = block
+        if len(self._places) > MAX_PLACES:
+            self._places.clear()
+        place = block.address, self._arena.view(self._rank, block.address, numel, dtype)
+        self._places[number, numel, dtype] = place
+        return place
 
     def stage(self, x: torch.Tensor) -> torch.Tensor:
         """Copy a flat tensor into the slot of the next step; return the copy."""
@@ -149,10 +159,9 @@ class Staging:
 
     def free(self) -> None:
         """Free the memory of all slots."""
-        for block in self._slots:
-            if block is not None:
-                self._arena.free(block)
-        self._slots = [None, None]
+        for block in self._slots.values():
+            self._arena.free(block)
+        self._slots.clear()
 
 
 def pieces(x: torch.Tensor, nbytes: int) -> list[torch.Tensor]:
