@@ -166,18 +166,19 @@ def test_those_that_are_left_go_on_as_another_mesh(monkeypatch, undisturbed, mes
     assert not _differing(cluster, undisturbed)
 
 
-@pytest.mark.parametrize("point", ["agreed", "update"])
+@pytest.mark.parametrize(("shard", "point"), [(0, "update"), (1, "agreed"), (1, "update")])
 def test_the_loss_of_a_host_with_all_replicas_of_a_stage_loses_no_step(
-    monkeypatch, undisturbed, point
+    monkeypatch, undisturbed, shard, point
 ):
     """Copies are on the other host then, and their gradients are sent."""
     monkeypatch.setattr("braid.elasticity.mesh.crosses_hosts", lambda group: group.size == 4)
+    monkeypatch.setattr("braid.elasticity.mesh.is_on_one_host", lambda group: group.size < 4)
     monkeypatch.setattr(
         "braid.elasticity.shadow.ring_of", lambda group: [[0, 1], [0, 2, 1, 3]][group.size > 2]
     )
     cluster = Cluster(4, {(0, point): 2, (1, point): 2}, restarts=0)
     with points_of_death(monkeypatch):
-        cluster.run(partial(train_on_mesh, mesh="pp=2,dp=2; dp=2", shard=1))
+        cluster.run(partial(train_on_mesh, mesh="pp=2,dp=2; dp=2", shard=shard))
     assert len(cluster.deaths) == 2
     assert len(cluster.results) == 2
     assert not _differing(cluster, undisturbed)

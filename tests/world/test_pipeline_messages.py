@@ -93,7 +93,7 @@ def _kept(group: Group) -> tuple[list[float], list[int]]:
     return firsts, num_free
 
 
-def test_large_values_use_memory_again_once_nobody_has_it(procs):
+def test_large_values_use_memory_again_once_it_is_free(procs):
     _, (firsts, num_free) = procs(2, _kept)
     assert firsts == [0.0, 1.0, 2.0, 3.0] * 2
     assert num_free == [0, 4, 0, 4]

@@ -186,7 +186,8 @@ def elastic_mesh(
             take them in turn, and each is a batch of the pipeline.
         seed: Seed of the order of samples, and of random numbers.
         clip: Maximum norm of all gradients, to which they are clipped; None for no limit.
-        update: Called instead of `training.optimizer.step()`; must not communicate.
+        update: Called instead of `training.optimizer.step()`; must not communicate, nor change
+            gradients or buffers of parts that are copied.
         batch_per_rank: See `elastic`; the number of samples of each replica is kept.
         copies: Whether neighbours keep copies of parts that only one rank, or one of several hosts,
             has. If such a part is lost without a copy, the training goes back to the last

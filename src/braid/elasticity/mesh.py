@@ -19,7 +19,7 @@ number of stages, so last bits differ then.
     epoch of members   4 ranks: pp=2,dp=2  ── rank 3 dies ──>  3 ranks: dp=3
     state              parts of 4 ranks     ── boxes ──>       parts of 3 ranks
 
-Parts that one rank, or one of several hosts, alone has are copied by a neighbour (`shadow`). All
+A neighbour copies parts that only one rank, or only one of several hosts, has (`shadow`). All
 members agree on each step before they update: then everyone has its gradients, so after a loss all
 of them either make the update or repeat the step. Nobody goes back.
 

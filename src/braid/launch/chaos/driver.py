@@ -65,7 +65,7 @@ class ChaosOptions:
             bitflip, disk, partition. With partition, the hosts of `braid run -H a:2,b:2` are made
             as network namespaces of this machine, and all but the first are cut off for a while.
         compare: The same command runs again without faults, up to the last step, and weights are
-            compared after every tenth step. With --no-compare it does not.
+            compared after every tenth step. With --no-compare the command runs once.
     """
 
     every_s: Interval = 30.0

@@ -101,7 +101,9 @@ class RayAgents:
             if not is_announced:
                 print(f"Ray answers {state}: others use what was free", file=sys.stderr, flush=True)
                 is_announced = True
-            if _has_input():  # the launcher sends nothing before it has the hosts: stdin was closed
+            if _has_input(
+                0
+            ):  # the launcher sends nothing before it has the hosts: stdin was closed
                 sys.exit(0)
         while self._requested:
             self._accept(self._requested.pop(0))
@@ -120,11 +122,13 @@ class RayAgents:
             ended, _ = self._ray.wait(list(self._agents), num_returns=1, timeout=limit_s)
             for end in ended:
                 code |= self.ended(end)
-            if self._max_ranks and _has_input():
+            if self._max_ranks and _has_input(stdin.fileno()):
                 self.start(stdin.readline())
             if self._max_ranks:
-                with suppress(Exception):  # while Ray's server starts again
+                try:
                     self.grow()
+                except Exception as exc:  # noqa: BLE001 - while Ray's server starts again
+                    print(f"Ray cannot be asked for more nodes: {exc}", file=sys.stderr, flush=True)
         return code
 
     def start(self, line: bytes) -> None:
@@ -137,7 +141,8 @@ class RayAgents:
         in_bundle = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         for number, name in invitation.nodes.items():
             reservation = self._reserved.pop(name, None)
-            if reservation is None:  # its agent has not ended yet, although the launcher lost it
+            if reservation is None:  # the launcher has lost its agent, which has not ended yet
+                FromClient(lost=number, why="has an earlier agent, which has not ended").send()
                 continue
             bundle = self._bundle(reservation.num_ranks)
             actor = self._actor_class.options(
@@ -235,9 +240,9 @@ class RayAgents:
         FromClient(hosts=tuple((host.name, host.num_ranks) for host in self._usable)).send()
 
 
-def _has_input() -> bool:
+def _has_input(fd: int) -> bool:
     """Return whether the launcher has sent a line, or has closed stdin."""
-    return bool(select.select([0], [], [], 0.0)[0])
+    return bool(select.select([fd], [], [], 0.0)[0])
 
 
 def _why(exc: Exception) -> str:

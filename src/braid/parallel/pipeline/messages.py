@@ -38,7 +38,7 @@ __all__ = ["Carrier", "Messages", "failing_together"]
 
 DIGEST_MASK = (1 << 62) - 1
 HEADER_BYTES = 16
-KEPT_BYTES = 256 << 20  # of free memory for large tensors
+FREE_BYTES = 256 << 20  # of memory for large tensors that is kept between steps
 PACKED_BYTES = 64 << 10  # copying more costs more than a message
 
 
@@ -255,7 +255,7 @@ class Messages:
         self._structures: dict[tuple[int, int, int], SentStructure] = {}
         self._descriptions: dict[SentStructure, tuple[bytes, int]] = {}
         self._under_way: list[_Sent] = []
-        self._pool = MemoryPool(KEPT_BYTES)
+        self._pool = MemoryPool(FREE_BYTES)
         # last structure sent to and received from a peer, on edge 0
         self._expected_there: dict[int, _Expected] = {}
         self._expected_here: dict[int, _Expected] = {}

@@ -73,7 +73,7 @@ class SentSpec(NamedTuple):
         if pool is not None and self.on_cpu and nbytes >= HUGE_PAGE_BYTES:
             memory = torch.frombuffer(pool.lend(nbytes), dtype=self.dtype)
             like = restored(memory, self.shape, self.order)
-            tensor = torch.empty(0, dtype=self.dtype, device="cpu")  # which is not a view
+            tensor = torch.empty(0, dtype=self.dtype, device="cpu")  # views have other rules
             return tensor.set_(memory.untyped_storage(), 0, like.shape, like.stride())
         if self.order is None:
             return torch.empty(self.shape, dtype=self.dtype, device=device)

@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 NUM_PRIORITIES = 16  # each may have one message in progress per link, so they bound the memory
-MAX_CHUNK_BYTES = 4 << 20
+MAX_CHUNK_BYTES = 2 << 20  # a frame of more than half of a `ring` may find no space for good
 _NODE = re.compile(r"([a-z][a-z0-9_-]{0,15})(?::(0|[1-9][0-9]{0,8}))?")
 
 Allocate = Callable[[str, Message, tuple[int, ...]], "Sequence[memoryview] | None"]
