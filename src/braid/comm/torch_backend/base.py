@@ -87,6 +87,7 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
         self._timeout_s = seconds(foreign.timeout)
         self._name = self._desc = ""
         self._coalesced: list[Started] | None = None
+        self._done = FinishedWork([])  # of blocking messages, whose caller only waits for it
         self._splits: list[BaseProcessGroup] = []
         self.dropped: deque[PendingWork] = deque(maxlen=NUM_DROPPED)
 

@@ -51,7 +51,7 @@ class BraidProcessGroup(Collectives):
             return self._elsewhere(x).send([x], dst, tag)
         if self._coalesced is None and is_blocking():
             self._group.send(_flat(x), dst, tag=tag, timeout_s=self._timeout_s)
-            return FinishedWork([x])
+            return self._done
         if self._shared_world.spare_cores and x.numel() * x.element_size() > SLOTS_BYTES:
             work = self._group.send(
                 _flat(x), dst, tag=tag, async_op=True, timeout_s=self._timeout_s
@@ -67,7 +67,7 @@ class BraidProcessGroup(Collectives):
             return self._elsewhere(x).recv([x], src, tag)
         if self._coalesced is None and is_blocking():
             self._group.recv(_flat(x), src, tag=tag, timeout_s=self._timeout_s)
-            return FinishedWork([x])
+            return self._done
         work = self._now.recv(_flat(x), src, tag=tag, timeout_s=self._timeout_s)
         return self._passing(work, [x], lambda: src, waited_soon=self._is_waited_for_soon())
 
@@ -147,4 +147,4 @@ class BraidProcessGroup(Collectives):
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
     """Return `x` as one dim if it is contiguous: messages of torch have no shape."""
-    return x.view(-1) if x.is_contiguous() else x
+    return x if x.dim() == 1 or not x.is_contiguous() else x.view(-1)
