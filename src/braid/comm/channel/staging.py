@@ -16,7 +16,7 @@ import torch
 
 from braid.runtime.transport import Block, MemoryTransport
 
-__all__ = ["CHUNK_BYTES", "PRIVATE", "Staging", "pieces"]
+__all__ = ["CHUNK_BYTES", "LARGE_BYTES", "PRIVATE", "SLOTS_BYTES", "Staging", "pieces"]
 
 CHUNK_BYTES = 512 << 10  # per slot: the slots of a few ranks fit into the cache, and steps are few
 LARGE_BYTES = 64 << 10  # of data that passes through more than two slots

@@ -27,7 +27,7 @@ import torch
 
 from braid.comm.channel.channel import SENT_CHUNK_BYTES, Channel
 from braid.comm.channel.peer_tensor import Remote, remote_of
-from braid.comm.channel.staging import CHUNK_BYTES
+from braid.comm.channel.staging import CHUNK_BYTES, LARGE_BYTES, SLOTS_BYTES
 from braid.comm.tensors.node_map import NodeMap
 from braid.comm.tensors.reduction import combine
 from braid.runtime.clock import Clock
@@ -339,6 +339,10 @@ def measure(
         syncs.append(clock.now_ns() - start_ns)
     # not the mean: a rank that lost its core for a millisecond would raise the cost of every chunk
     figures = [upper_median(syncs) * 1e-9]
+    for nbytes in (LARGE_BYTES, CHUNK_BYTES) if ch.shares else ():
+        for _ in range(SLOTS_BYTES // nbytes):  # the system clears pages at their first use
+            ch.own.stage(x[:nbytes])
+            yield from ch.publish_and_wait()
     for act in (_copy, _add):
         for nbytes in MEASURED_BYTES:
             figures += [(yield from _passes(ch, clock, act, x, nbytes, peer))]
