@@ -45,7 +45,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 
 @pytest.mark.parametrize(
     ("death", "lost"),
-    [("2:3", "rank 2 on host b"), ("2:3:parent", "host b is gone")],
+    [
+        pytest.param("2:3", "rank 2 on host b", marks=pytest.mark.proof),
+        ("2:3:parent", "host b is gone"),
+    ],
     ids=["rank", "host"],
 )
 def test_what_is_killed_costs_no_step_and_no_bit(lab, tmp_path, undisturbed, death, lost):

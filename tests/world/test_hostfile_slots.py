@@ -98,7 +98,7 @@ def test_a_run_that_cannot_gain_ranks_is_refused(options, problem, capsys, tmp_p
 
 @pytest.mark.procs
 @pytest.mark.launcher
-@pytest.mark.parametrize("mesh", ["", "pp=2; dp=3; dp=1"])
+@pytest.mark.parametrize("mesh", [pytest.param("", marks=pytest.mark.proof), "pp=2; dp=3; dp=1"])
 def test_ranks_join_and_leave_with_the_slots_of_the_file(tmp_path, mesh):
     (tmp_path / "hosts").write_text("a slots=1\n")
     grown = ("--hostfile", "hosts", "--max-ranks", "3", "--spares", "1", "--threads", "1")
