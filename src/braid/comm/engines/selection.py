@@ -347,10 +347,7 @@ def measure(
         for nbytes in MEASURED_BYTES:
             figures += [(yield from _passes(ch, clock, act, x, nbytes, peer))]
     for nbytes in MEASURED_BYTES:
-        if remote is None:
-            figures.append(0.0)
-        else:
-            figures += [(yield from _pulled(ch, clock, remote, x, nbytes))]
+        figures += [0.0 if remote is None else (yield from _pulled(ch, clock, remote, x, nbytes))]
     for nbytes in SENT_BYTES:
         hosts = nodes or NodeMap.of(range(ch.size))
         figures += [(yield from _sent(ch, clock, x[:nbytes], hosts, sync_s=figures[0]))]
