@@ -45,6 +45,13 @@ MAX_RANKS = 4096  # on one host; a larger number is a typing error
 RANK_VARIABLES = "BRAID_RANK_VARIABLES"
 RESUME = "{resume}"  # in the command that resumes
 OUTER = ("BRAID_RESUME", "TORCHELASTIC_")  # variables of an enclosing run
+# of ranks, if the user has not set them: torch uses huge pages, and glibc keeps freed memory for
+# the next step, where it would clear new pages
+MEMORY = {
+    "THP_MEM_ALLOC_ENABLE": "1",
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),  # glibc's own limit
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -275,8 +282,7 @@ def rank_environ(
     values = {**of_rank, "HOSTNAME": platform.node()}
     pairs = (pair.partition("=") for pair in environ.get(RANK_VARIABLES, "").split())
     return {
-        # torch's memory in huge pages: a step on CPUs takes up to a fifth less time
-        "THP_MEM_ALLOC_ENABLE": "1",
+        **MEMORY,
         **{name: value for name, value in environ.items() if not name.startswith(OUTER)},
         **{name: values.get(source, "") for name, _, source in pairs},
         **of_rank,
