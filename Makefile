@@ -42,7 +42,7 @@ $(VENV)-torch-%/.ready: pyproject.toml constraints.txt
 
 proof: $(READY) engines check
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not frameworks" --hypothesis-profile=proof
-	PYTHONPATH=. $(BIN)/python tests/proof.py
+	PYTHONPATH=.:tests $(BIN)/python tests/proof.py
 	$(MAKE) frameworks
 
 # the engines of clusters, as far as they can be installed here; tests of those that cannot are skipped with the reason

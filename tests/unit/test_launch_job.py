@@ -224,3 +224,8 @@ def test_a_system_without_groups_sees_no_kill(tmp_path):
 def test_ranks_keep_memory_in_huge_pages_unless_the_user_says_otherwise(environ):
     values = rank_environ(environ, JobEnvironment(), "2")
     assert {**MEMORY, **environ, "OMP_NUM_THREADS": "2"}.items() <= values.items()
+
+
+def test_an_empty_value_removes_a_variable_of_memory():
+    values = rank_environ(dict.fromkeys(MEMORY, ""), JobEnvironment(), "2")
+    assert not values.keys() & MEMORY.keys()

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +39,7 @@ def run_here(
     log_dir: Path,
     on_line: Callable[[str], None] | None = None,
     results: Path | None = None,
+    environ: Mapping[str, str] | None = None,
 ) -> None:
     """Call a function on ranks of this host.
 
@@ -49,6 +50,7 @@ def run_here(
         log_dir: Directory for the run's logs.
         on_line: Called with each JSON object that the first rank prints.
         results: File for the result that one rank returns.
+        environ: Environment variables of the ranks in addition.
 
     Raises:
         ConfigError: A rank failed; the message is the launcher's error block.
@@ -62,6 +64,7 @@ def run_here(
         threads=1,
         log_dir=str(log_dir),
         hang_report_s=0.0,
+        environ={**os.environ, **(environ or {})},
     )
     if not outcome.ok:
         raise ConfigError(str(outcome))
@@ -75,6 +78,7 @@ def figures_of(
     *,
     out: Path,
     run: str = "run",
+    environ: Mapping[str, str] | None = None,
 ) -> T:
     """Call a function on ranks of this host, and return the result that one rank returns.
 
@@ -85,13 +89,14 @@ def figures_of(
         kind: Type of the result.
         out: Directory of the benchmark, created if it is missing.
         run: Name of the run's directory in `out`.
+        environ: Environment variables of the ranks in addition.
 
     Raises:
         ConfigError: A rank failed; the message is the launcher's error block.
     """
     out.mkdir(parents=True, exist_ok=True)
     file = out / "figures.json"
-    run_here(num_ranks, function, plan, log_dir=out / run, results=file)
+    run_here(num_ranks, function, plan, log_dir=out / run, results=file, environ=environ)
     figures = msgspec.json.decode(file.read_bytes(), type=kind)
     file.unlink()
     return figures
