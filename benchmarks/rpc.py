@@ -1,6 +1,6 @@
 """Measure remote calls between two processes against torch's.
 
-Both systems have glibc's own settings of memory, as programs of torch's RPC have. With those of
+Ranks have glibc's own settings of memory, as programs of torch's RPC have. With the settings of
 `braid run`, torch's calls with large tensors take half of their time, and braid's the same time.
 """
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import ray_functions
 from engine_starts import (
     ELASTIC,
     ELASTIC_JOB,
@@ -34,7 +35,10 @@ from engine_starts import (
     wait_for_ranks,
 )
 
+from braid.errors import ConfigError
+from braid.launch import ray
 from braid.launch.engines.slurm_script import BatchScript
+from braid.launch.process.job import ElasticLimits
 from support.launch_conformance import CLAIMS
 
 pytestmark = [pytest.mark.procs, pytest.mark.launcher, pytest.mark.proof]
@@ -405,6 +409,15 @@ def test_ranks_save_when_their_launcher_is_killed(
     code, digests, text = train("0:3:notified", f"kill -KILL $(cat {tmp_path / 'launcher'})")
     assert (code, digests) == (-9, set()), text
     _check_saved(train, undisturbed, tmp_path / "saves")
+
+
+@pytest.mark.parametrize("engine", ["ray"], indirect=True)
+@pytest.mark.usefixtures("engine")
+def test_a_function_on_ray_has_the_results_of_the_ranks_that_finish() -> None:
+    elastic = ElasticLimits(min_ranks=1, restarts=0)
+    assert ray.run(ray_functions.train, num_workers=2, elastic=elastic) == [10]
+    with pytest.raises(ConfigError, match="rank 1 has ended without a result"):
+        ray.run(ray_functions.end, num_workers=2)
 
 
 @pytest.mark.parametrize("engine", ["ray"], indirect=True)

@@ -64,11 +64,11 @@ def run(
         **options: Further fields of `JobSpec`, such as `timeout_s` and `log_dir`.
 
     Returns:
-        Results, by rank.
+        Results, by rank; of an elastic run (`elastic=`) those of the ranks that have finished.
 
     Raises:
-        ConfigError: No cluster answers, its free resources do not suffice, or the caller is not on
-            the main thread.
+        ConfigError: No cluster answers, its free resources do not suffice, the caller is not on the
+            main thread, or a rank has ended without a result.
         PeerLostError: A rank was lost without an exception; the message is the error block.
         Exception: The exception of the rank that failed first; its cause is the error block.
 
@@ -109,11 +109,18 @@ def run(
             command=(RUNNER,), kind="module", num_ranks=num_workers, environ=environ, **options
         )
         outcome = EngineSupervisor(console).run_on(job, where)
-        files = {rank: Path(f"{call}.{rank}") for rank in range(num_workers)}
-        results = {r: read_result(f.read_bytes()) for r, f in files.items() if f.exists()}
+        files = {int(path.suffix[1:]): path for path in Path(place).glob("call.*")}
+        results = {rank: read_result(file.read_bytes()) for rank, file in sorted(files.items())}
     if not outcome.ok:
         raise _failure(outcome, results)
-    return [results[rank][0] for rank in range(num_workers)]
+    missing = set(range(num_workers)) - results.keys()
+    if missing and job.elastic is None:
+        msg = (
+            f"rank {min(missing)} has ended without a result: the function must return, and not "
+            "end the process, as os._exit does"
+        )
+        raise ConfigError(msg)
+    return [value for value, error in results.values() if error is None or job.elastic is None]
 
 
 def _failure(outcome: Outcome, results: Mapping[int, tuple[Any, BaseException | None]]) -> Any:
