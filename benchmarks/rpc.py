@@ -1,7 +1,7 @@
 """Measure remote calls between two processes against torch's.
 
-Ranks have glibc's own settings of memory, as programs of torch's RPC have. With the settings of
-`braid run`, torch's calls with large tensors take half of their time, and braid's the same time.
+Ranks have glibc's own thresholds, as programs of torch's RPC have. With the thresholds that ranks
+of braid get, torch's calls with large tensors take half of their time, and braid's the same time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LABELS = {
     "autograd": "forward, backward and step over two hops",
     "serving": "a request of one of 8 observers, served in batches",
 }
-NO_SETTINGS = {"MALLOC_TRIM_THRESHOLD_": "", "MALLOC_MMAP_THRESHOLD_": ""}
+DEFAULTS = {"THP_MEM_ALLOC_ENABLE": "1"}  # so that the launcher sets nothing else
 TARGETS = {  # speed relative to torch's
     "small": 2.0,
     "1 MiB": 2.5,
@@ -82,7 +82,7 @@ def _measure_rpc(bench: RpcBench, console: RichConsole) -> RpcReport:
     plan = msgspec.structs.replace(bench.sizes, parts=bench.only)
     for number in range(bench.rounds):
         with console.status(f"round {number + 1} of {bench.rounds}: {', '.join(bench.only)}"):
-            rows = figures_of(2, main, plan, list[Measured], out=bench.out, environ=NO_SETTINGS)
+            rows = figures_of(2, main, plan, list[Measured], out=bench.out, environ=DEFAULTS)
         if not number:
             report.rows = rows
             continue

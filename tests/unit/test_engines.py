@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from braid.cli import main
 from braid.cli.doctor.checks import check_engines
 from braid.cli.doctor.facts import Engines
-from braid.errors import ConfigError
+from braid.errors import ConfigError, PeerLostError
 from braid.launch import Host
 from braid.launch.engines.client import EngineClient
 from braid.launch.engines.client_words import ClientWords
@@ -23,7 +23,7 @@ from braid.launch.engines.invitation import Invitation, forget_engine
 from braid.launch.engines.kubernetes import SECRET_FILE, KubernetesManifest
 from braid.launch.engines.mpi_client import command_for, shares
 from braid.launch.engines.options import CLIENTS
-from braid.launch.engines.ray_call import read_result
+from braid.launch.engines.ray_call import Results, check_results, read_result
 from braid.launch.engines.ray_nodes import RayNode, place
 from braid.launch.engines.slurm_client import allocated, lost_task
 from braid.launch.engines.slurm_script import BatchScript
@@ -201,6 +201,22 @@ class Unloadable(Exception):
 
     def __init__(self, a: str, b: str) -> None:
         super().__init__(f"{a} {b}")
+
+
+@pytest.mark.parametrize(
+    ("results", "error", "words"),
+    [
+        ({0: (1, None)}, PeerLostError, "rank 1 returned no result"),
+        ({0: (None, SystemExit(0))}, PeerLostError, "ranks 0, 1 returned no result"),
+        ({0: (1, None), 1: (None, TypeError("of a class"))}, TypeError, "of a class"),
+    ],
+)
+def test_a_rank_without_a_value_is_an_error(
+    results: Results, error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        check_results(results, 2)
+    check_results({0: (None, None), 1: (None, None)}, 2)
 
 
 def test_a_result_that_cannot_be_unpickled_hides_no_failure() -> None:

@@ -13,7 +13,7 @@ from braid.cli import main, separate_command
 from braid.errors import ConfigError
 from braid.launch import JobSpec
 from braid.launch.process.job import (
-    MEMORY,
+    MEMORY_VARIABLES,
     check_command,
     choose_threads,
     command_line,
@@ -218,14 +218,14 @@ def test_a_system_without_groups_sees_no_kill(tmp_path):
     assert OomMonitor("", tmp_path).new_kill() is None
 
 
-@pytest.mark.parametrize(
-    "environ", [{}, {"THP_MEM_ALLOC_ENABLE": "0", "MALLOC_TRIM_THRESHOLD_": "5"}]
-)
-def test_ranks_keep_memory_in_huge_pages_unless_the_user_says_otherwise(environ):
-    values = rank_environ(environ, JobEnvironment(), "2")
-    assert {**MEMORY, **environ, "OMP_NUM_THREADS": "2"}.items() <= values.items()
+def test_ranks_get_settings_of_memory():
+    values = rank_environ({}, JobEnvironment(), "2")
+    names = ("THP_MEM_ALLOC_ENABLE", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
+    assert [values[name] for name in names] == ["1", "536870912", "33554432"]
+    assert values["OMP_NUM_THREADS"] == "2"
 
 
-def test_an_empty_value_removes_a_variable_of_memory():
-    values = rank_environ(dict.fromkeys(MEMORY, ""), JobEnvironment(), "2")
-    assert not values.keys() & MEMORY.keys()
+@pytest.mark.parametrize("name", MEMORY_VARIABLES)
+def test_a_setting_of_memory_that_the_user_has_made_replaces_all(name):
+    values = rank_environ({name: "0"}, JobEnvironment(), "2")
+    assert {key: values[key] for key in MEMORY_VARIABLES if key in values} == {name: "0"}

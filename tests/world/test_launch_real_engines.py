@@ -35,7 +35,7 @@ from engine_starts import (
     wait_for_ranks,
 )
 
-from braid.errors import ConfigError
+from braid.errors import PeerLostError
 from braid.launch import ray
 from braid.launch.engines.slurm_script import BatchScript
 from braid.launch.process.job import ElasticLimits
@@ -416,7 +416,7 @@ def test_ranks_save_when_their_launcher_is_killed(
 def test_a_function_on_ray_has_the_results_of_the_ranks_that_finish() -> None:
     elastic = ElasticLimits(min_ranks=1, restarts=0)
     assert ray.run(ray_functions.train, num_workers=2, elastic=elastic) == [10]
-    with pytest.raises(ConfigError, match="rank 1 has ended without a result"):
+    with pytest.raises(PeerLostError, match="rank 1 returned no result"):
         ray.run(ray_functions.end, num_workers=2)
 
 

@@ -28,7 +28,7 @@ from braid.errors import ConfigError, PeerLostError
 from braid.launch import Console, JobSpec, Outcome
 from braid.launch.engines.client import EngineSupervisor
 from braid.launch.engines.options import EngineOptions
-from braid.launch.engines.ray_call import read_result
+from braid.launch.engines.ray_call import Results, check_results, read_result
 
 __all__ = ["run"]
 
@@ -64,12 +64,14 @@ def run(
         **options: Further fields of `JobSpec`, such as `timeout_s` and `log_dir`.
 
     Returns:
-        Results, by rank; of an elastic run (`elastic=`) those of the ranks that have finished.
+        Return values in the order of ranks. In an elastic run (`elastic=`), ranks that were lost or
+            dismissed have no entry.
 
     Raises:
-        ConfigError: No cluster answers, its free resources do not suffice, the caller is not on the
-            main thread, or a rank has ended without a result.
-        PeerLostError: A rank was lost without an exception; the message is the error block.
+        ConfigError: No cluster answers, its free resources do not suffice, or the caller is not on
+            the main thread.
+        PeerLostError: A rank was lost without an exception; the message is the error block. Or a
+            rank has returned no result.
         Exception: The exception of the rank that failed first; its cause is the error block.
 
     Cost: some seconds to start. Function and results pass through Ray.
@@ -113,17 +115,12 @@ def run(
         results = {rank: read_result(file.read_bytes()) for rank, file in sorted(files.items())}
     if not outcome.ok:
         raise _failure(outcome, results)
-    missing = set(range(num_workers)) - results.keys()
-    if missing and job.elastic is None:
-        msg = (
-            f"rank {min(missing)} has ended without a result: the function must return, and not "
-            "end the process, as os._exit does"
-        )
-        raise ConfigError(msg)
-    return [value for value, error in results.values() if error is None or job.elastic is None]
+    if job.elastic is None:
+        check_results(results, num_workers)
+    return [value for value, error in results.values() if error is None]
 
 
-def _failure(outcome: Outcome, results: Mapping[int, tuple[Any, BaseException | None]]) -> Any:
+def _failure(outcome: Outcome, results: Results) -> Any:
     """Return the exception of the rank that is the cause, or one with the error block."""
     ranks = [end.rank for end in outcome.cause]
     lost = PeerLostError(str(outcome), rank=ranks[0] if ranks else -1)

@@ -39,7 +39,7 @@ OF_THE_JOB = (  # the same on all hosts, however they are started
     *("DMLC_NUM_SERVER", "DMLC_NUM_WORKER"),
 )
 FORWARDED = ("PYTHONPATH", "PYTHONHASHSEED", "BRAID_PORTABLE", *OF_THE_JOB)
-FORWARDED_PREFIXES = ("OMP_", "MKL_", "NCCL_", "GLOO_", "TORCH_")
+FORWARDED_PREFIXES = ("OMP_", "MKL_", "NCCL_", "GLOO_", "TORCH_", "THP_", "MALLOC_")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,14 +11,16 @@ from __future__ import annotations
 import os
 import pickle
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from braid.errors import ConfigError
+from braid.errors import ConfigError, PeerLostError
 
-__all__ = ["CALL", "main", "read_result"]
+__all__ = ["CALL", "Results", "check_results", "main", "read_result"]
 
 CALL = "BRAID_RAY_CALL"  # names the directory
+Results: TypeAlias = Mapping[int, tuple[Any, BaseException | None]]  # value or error, by rank
 
 
 def main() -> int:
@@ -47,6 +49,22 @@ def read_result(text: bytes) -> tuple[Any, BaseException | None]:
     except Exception as exc:  # noqa: BLE001 - of the user's own classes
         return None, TypeError(f"what this rank has returned or raised cannot be unpickled: {exc}")
     return value, error
+
+
+def check_results(results: Results, num_workers: int) -> None:
+    """Raise if a rank of a run with fixed members has not returned a value."""
+    errors = {rank: error for rank, (_, error) in results.items() if error is not None}
+    for error in errors.values():
+        if not isinstance(error, SystemExit):
+            raise error  # such as a result that cannot be unpickled here
+    missing = [r for r in range(num_workers) if r in errors or r not in results]
+    if missing:
+        ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+        msg = (
+            f"{ranks} returned no result: the function has ended its process (sys.exit, os._exit), "
+            "or the node was lost before Ray delivered the result"
+        )
+        raise PeerLostError(msg, rank=missing[0])
 
 
 def _write(file: Path, value: Any, error: BaseException | None) -> None:

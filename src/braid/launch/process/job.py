@@ -45,12 +45,12 @@ MAX_RANKS = 4096  # on one host; a larger number is a typing error
 RANK_VARIABLES = "BRAID_RANK_VARIABLES"
 RESUME = "{resume}"  # in the command that resumes
 OUTER = ("BRAID_RESUME", "TORCHELASTIC_")  # variables of an enclosing run
-# of ranks, if the user has not set them: torch uses huge pages, and glibc keeps freed memory for
-# the next step, where it would clear new pages; an empty value of the user removes a variable
-MEMORY = {
+# Defaults for ranks: torch requests huge pages, and glibc keeps freed memory for the next step, so
+# that the kernel need not clear new pages. One of glibc's thresholds alone would be slower.
+MEMORY_VARIABLES = {
     "THP_MEM_ALLOC_ENABLE": "1",
     "MALLOC_TRIM_THRESHOLD_": str(512 << 20),
-    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),  # glibc's own limit
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),  # to which glibc would raise it by itself
 }
 
 
@@ -281,11 +281,9 @@ def rank_environ(
     of_rank = environment.to_environ()
     values = {**of_rank, "HOSTNAME": platform.node()}
     pairs = (pair.partition("=") for pair in environ.get(RANK_VARIABLES, "").split())
-    memory = {name: environ.get(name, value) for name, value in MEMORY.items()}
-    outer = (*OUTER, *MEMORY)
     return {
-        **{name: value for name, value in memory.items() if value},
-        **{name: value for name, value in environ.items() if not name.startswith(outer)},
+        **({} if environ.keys() & MEMORY_VARIABLES.keys() else MEMORY_VARIABLES),
+        **{name: value for name, value in environ.items() if not name.startswith(OUTER)},
         **{name: values.get(source, "") for name, _, source in pairs},
         **of_rank,
         "OMP_NUM_THREADS": threads,

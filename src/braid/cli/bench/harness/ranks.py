@@ -50,7 +50,7 @@ def run_here(
         log_dir: Directory for the run's logs.
         on_line: Called with each JSON object that the first rank prints.
         results: File for the result that one rank returns.
-        environ: Environment variables of the ranks in addition.
+        environ: Additional environment variables of the ranks.
 
     Raises:
         ConfigError: A rank failed; the message is the launcher's error block.
@@ -89,7 +89,7 @@ def figures_of(
         kind: Type of the result.
         out: Directory of the benchmark, created if it is missing.
         run: Name of the run's directory in `out`.
-        environ: Environment variables of the ranks in addition.
+        environ: Additional environment variables of the ranks.
 
     Raises:
         ConfigError: A rank failed; the message is the launcher's error block.
