@@ -36,9 +36,8 @@ from engine_starts import (
 )
 
 from braid.errors import PeerLostError
-from braid.launch import ray
+from braid.launch import ElasticLimits, ray
 from braid.launch.engines.slurm_script import BatchScript
-from braid.launch.process.job import ElasticLimits
 from support.launch_conformance import CLAIMS
 
 pytestmark = [pytest.mark.procs, pytest.mark.launcher, pytest.mark.proof]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from braid.launch.cluster.options import Hosts, Nodes
     from braid.launch.cluster.rank_assignment import Host, parse_hostfile, parse_hosts
     from braid.launch.process.console import QuietConsole, TerminalConsole
-    from braid.launch.process.job import RANK_VARIABLES, RESUME, JobSpec, Outcome
+    from braid.launch.process.job import RANK_VARIABLES, RESUME, ElasticLimits, JobSpec, Outcome
     from braid.launch.process.output import Console
     from braid.launch.supervise.local_backend import Supervisor
     from braid.launch.supervise.spawning import spawn
@@ -23,6 +23,7 @@ _MODULES = {
     "Console": "process.output",
     "Host": "cluster.rank_assignment",
     "Hosts": "cluster.options",
+    "ElasticLimits": "process.job",
     "JobSpec": "process.job",
     "Nodes": "cluster.options",
     "Outcome": "process.job",
@@ -38,6 +39,7 @@ __all__ = [
     "RANK_VARIABLES",
     "RESUME",
     "Console",
+    "ElasticLimits",
     "Host",
     "Hosts",
     "JobSpec",
