@@ -13,7 +13,7 @@ from braid._version import __version__
 from braid.errors import ConfigError
 from braid.launch import JobSpec
 from braid.launch.process.job import ElasticLimits
-from braid.launch.supervise.member_driver import JOIN_NOTICE_NS, MemberDriver
+from braid.launch.supervise.member_driver import JOIN_NOTICE_NS, RECOVERY_NS, MemberDriver
 from braid.runtime.clock import VirtualClock
 from braid.runtime.rendezvous import DISMISSED, JobEnvironment, NewEpoch, Ready, Stop
 from braid.runtime.rendezvous.membership import _refuse_other_versions
@@ -27,6 +27,7 @@ class Run:
 
     def __init__(self) -> None:
         self.notices: list[str] = []
+        self.starts: list[int] = []
         self.journal = self
         self.ranks: dict[int, Any] = {
             rank: SimpleNamespace(
@@ -37,6 +38,9 @@ class Run:
 
     def notice(self, text: str) -> None:
         self.notices.append(text)
+
+    def start_another(self) -> None:
+        self.starts.append(1)
 
     def note(self, kind: str, **values: object) -> None:
         """Keep nothing."""
@@ -78,6 +82,53 @@ def test_members_are_told_whether_the_run_can_go_on_without_one(limits, can_lose
     assert sent == [NewEpoch(0, (0, 1), (-1, -1), can_lose=can_lose)]
 
 
+def training(clock: VirtualClock, num_ranks: int, min_ranks: int) -> tuple[MemberDriver, Run]:
+    """A driver and its run, whose members have finished a step."""
+    run = Run()
+    job = JobSpec(command=("x",), num_ranks=num_ranks, hang_report_s=0)
+    driver = MemberDriver(job, ElasticLimits(min_ranks=min_ranks), run, clock, None)  # type: ignore[arg-type]
+    for rank in range(num_ranks):
+        driver.take_place(rank)
+        driver.started(rank)
+        driver.received(run.ranks[rank], Ready(-1, -1))
+    driver.state.trained(0)
+    return driver, run
+
+
+def test_a_process_starts_after_the_next_step_of_members_that_recover():
+    driver, run = training(VirtualClock(), 3, min_ranks=2)
+    driver.ended(1, has_finished=False, was_dismissed=False)
+    driver.state.trained(2)  # a step of the last epoch
+    driver.poll()
+    for rank in (0, 2):
+        driver.received(run.ranks[rank], Ready(0, 1))
+    driver.poll()
+    assert run.starts == []
+    driver.state.trained(0)
+    driver.poll()
+    assert (run.starts, driver.deadline_ns) == ([1], None)
+    driver.take_place(3)
+    driver.started(3)
+    driver.ended(3, has_finished=False, was_dismissed=False)
+    assert run.starts == [1, 1], "no member was lost"
+
+
+def test_a_process_starts_soon_if_members_take_long_to_recover():
+    clock = VirtualClock()
+    driver, run = training(clock, 2, min_ranks=1)
+    driver.ended(1, has_finished=False, was_dismissed=False)
+    assert (run.starts, driver.deadline_ns) == ([], RECOVERY_NS)
+    clock.advance(RECOVERY_NS)
+    driver.poll()
+    assert run.starts == [1]
+
+
+def test_a_process_without_which_members_cannot_go_on_starts_at_once():
+    driver, run = training(VirtualClock(), 3, min_ranks=3)
+    driver.ended(1, has_finished=False, was_dismissed=False)
+    assert run.starts == [1]
+
+
 @pytest.mark.parametrize("has_spare", [True, False])
 def test_a_rank_that_offers_to_leave_stays_if_the_spare_has_died(has_spare):
     run = Run()
@@ -113,7 +164,6 @@ def test_a_process_takes_the_role_of_the_rank_that_was_lost():
     assert [driver.take_place(rank) for rank in range(3)] == [(0, ""), (1, ""), (2, "")]
     for rank in range(3):
         driver.started(rank)
-    run.start_another = lambda: None  # type: ignore[attr-defined]
     driver.ended(1, has_finished=True, was_dismissed=False)
     driver.ended(2, has_finished=False, was_dismissed=False)
     assert driver.take_place(3) == (2, "newcomer")
@@ -128,7 +178,6 @@ def test_a_process_takes_the_role_for_which_it_was_started():
     job = JobSpec(command=("x",), num_ranks=4, expendable=frozenset({1, 2, 3}))
     limits = ElasticLimits(min_ranks=1, restarts=2)
     driver = MemberDriver(job, limits, run, VirtualClock(), None)  # type: ignore[arg-type]
-    run.start_another = lambda: None  # type: ignore[attr-defined]
     for rank in (0, 1, 2):
         driver.take_place(rank)
         driver.started(rank)
@@ -160,8 +209,7 @@ class Slots:
 def run_on(slots: Slots, num_ranks: int, **limits: Any) -> tuple[MemberDriver, Any]:
     """A driver and its run, which keeps the ranks that it is to start and to dismiss."""
     run: Any = Run()
-    run.starts, run.dismissed = [], []
-    run.start_another = lambda: run.starts.append(1)
+    run.dismissed = []
     run.dismiss = run.dismissed.append
     job = JobSpec(command=("x",), num_ranks=num_ranks)
     elastic = ElasticLimits(min_ranks=1, max_ranks=4, **limits)

@@ -24,7 +24,7 @@ using the state machine approach", ACM Computing Surveys 1990.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -127,9 +127,9 @@ class Shadow:
         self.part = ModelPart(theirs["name"], params, boxes, optimizer, copied_buffers)
         self._messages = _Messages(part, self.part) if is_sent else None
         self._grads: Mapping[str, torch.Tensor] = {}  # of the copy, by name of the parameter
-        self._own_grads: list[object] = []
-        self._own_buffers: dict[str, object] = {}
-        self.note()
+        self._state = _Watch(self._own_state)
+        self._own_grads: _Watch | None = None  # while a step is prepared, as they take memory
+        self._own_buffers: _Watch | None = None
         part.optimizer.register_step_pre_hook(self._before_step)
         handle = part.optimizer.register_step_post_hook(self._step)
         hooks: Any = handle.hooks_dict_ref()
@@ -142,17 +142,18 @@ class Shadow:
             grads: Gradients of the copied pieces, if ranks do not send them. Their memory must not
                 change before the step.
         """
-        self.check()
-        self._own_grads = self._grad_states()
-        self._own_buffers = self._buffer_states()
+        params = self._own.params
+        self._own_grads = _Watch(lambda: {name: [param.grad] for name, param in params.items()})
+        buffers = self._own.buffers
+        self._own_buffers = _Watch(lambda: {name: [value] for name, value in buffers().items()})
         if self._messages is None:
-            params = self.part.params
+            copied = self.part.params
             whole = {  # of parameters that are not sharded; the optimizer may change its own
                 name: param.grad.clone(memory_format=torch.contiguous_format)
-                for name, param in self._own.params.items()
+                for name, param in params.items()
                 if name not in grads
                 and param.grad is not None
-                and param.shape == params[name].shape
+                and param.shape == copied[name].shape
             }
             self._grads = {**whole, **grads}
             return
@@ -161,12 +162,7 @@ class Shadow:
 
     def note(self) -> None:
         """Record the versions of the parameters, at a moment when the next rank's copy is equal."""
-        self._versions = {
-            name: [
-                *map(_state_of, (param, *self._own.optimizer.state.get(param, {}).values())),
-            ]
-            for name, param in self._own.params.items()
-        }
+        self._state.changed()
 
     def check(self) -> None:
         """Raise if parameters were changed since `note`, since the next rank's copy was not.
@@ -174,12 +170,9 @@ class Shadow:
         Raises:
             ConfigError: A parameter or its optimizer state was changed outside of a step.
         """
-        then = self._versions
-        self.note()
-        changed = [name for name, now in self._versions.items() if now != then[name]]
-        if changed:
+        if changed := self._state.changed():
             msg = (
-                f"{changed[0]}, or its state in the optimizer, was changed outside of the "
+                f"{changed}, or its state in the optimizer, was changed outside of the "
                 "optimizer's step, so its copy on another rank is out of date: pass "
                 "copies=False, or change it by the optimizer only"
             )
@@ -192,21 +185,19 @@ class Shadow:
             ConfigError: A parameter or a buffer was changed.
         """
         self.check()
-        self._own_grads, self._grads = [], {}
-        pairs = zip(self._buffer_states().items(), self._own_buffers.values(), strict=True)
-        changed = [name for (name, now), then in pairs if now != then]
+        assert self._own_buffers is not None, "prepare() comes before an update"
+        changed = self._own_buffers.changed()
+        self._own_grads, self._own_buffers, self._grads = None, None, {}
         if changed:
             msg = (
-                f"the buffer {changed[0]} changed in the function update=, which its copy on "
+                f"the buffer {changed} changed in the function update=, which its copy on "
                 "another rank does not follow: change it in the forward, or pass copies=False"
             )
             raise ConfigError(msg)
 
-    def _grad_states(self) -> list[object]:
-        return [_state_of(param.grad) for param in self._own.params.values()]
-
-    def _buffer_states(self) -> dict[str, object]:
-        return {name: _state_of(buffer) for name, buffer in self._own.buffers().items()}
+    def _own_state(self) -> dict[str, list[object]]:
+        states = self._own.optimizer.state
+        return {n: [p, *states.get(p, {}).values()] for n, p in self._own.params.items()}
 
     def _before_step(self, *_: object) -> None:
         """Refuse a step by other gradients than the neighbour has; give the copy its options."""
@@ -215,11 +206,10 @@ class Shadow:
             self._own.optimizer.param_groups, self.part.optimizer.param_groups, strict=True
         ):
             copy.update({key: value for key, value in options.items() if key != "params"})
-        pairs = zip(self._own.params, self._grad_states(), self._own_grads, strict=True)
-        changed = [name for name, now, then in pairs if now != then]
-        if changed:
+        assert self._own_grads is not None, "prepare() comes before a step"
+        if changed := self._own_grads.changed():
             msg = (
-                f"the gradient of {changed[0]} changed in the function update=, after another "
+                f"the gradient of {changed} changed in the function update=, after another "
                 "rank had received its copy: clip with clip=, or pass copies=False"
             )
             raise ConfigError(msg)
@@ -308,27 +298,35 @@ def _placed(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     return value.to(param.device) if value.shape == param.shape else value
 
 
-class _TensorState:
-    """Something that differs after a tensor was changed or replaced; it holds the tensor.
+class _Watch:
+    """Finds values that were changed or replaced.
 
-    Another tensor could get the memory of a tensor that is freed.
+    It holds the values, since a new tensor could get the memory of one that is freed.
+
+    Args:
+        read: Function that returns the values by name.
     """
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-        self._key = tensor.data_ptr(), version_of(tensor)
+    def __init__(self, read: Callable[[], Mapping[str, Sequence[object]]]) -> None:
+        self._read = read
+        self._values: Mapping[str, Sequence[object]] = {}
+        self._facts: dict[str, list[object]] = {}
+        self.changed()
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _TensorState):
-            return False
-        return self._tensor is other._tensor and self._key == other._key
+    def changed(self) -> str | None:
+        """Return the first name with other values than at the last call."""
+        values = self._read()
+        facts = {name: list(map(_facts, of_name)) for name, of_name in values.items()}
+        changed = [name for name, now in facts.items() if now != self._facts.get(name)]
+        self._values, self._facts = values, facts
+        return changed[0] if changed else None
 
-    __hash__ = None  # type: ignore[assignment]
 
-
-def _state_of(value: object) -> object:
+def _facts(value: object) -> object:
     """Return something that changes with a value."""
-    return _TensorState(value) if isinstance(value, torch.Tensor) else repr(value)
+    if isinstance(value, torch.Tensor):
+        return id(value), value.data_ptr(), version_of(value)
+    return repr(value)
 
 
 def _spec(tensor: torch.Tensor) -> tuple[list[int], str, bool]:

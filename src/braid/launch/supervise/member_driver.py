@@ -33,6 +33,7 @@ from braid.runtime.rendezvous import DISMISSED, NewEpoch, PauseTraining, Ready, 
 
 __all__ = ["MemberDriver"]
 
+RECOVERY_NS = 2_000_000_000  # for a step after a loss, before new processes take processor time
 JOIN_NOTICE_NS = 60_000_000_000  # an import takes seconds, a connection far less
 ENDING = "a rank has failed, or the run was stopped"
 
@@ -111,6 +112,7 @@ class MemberDriver:
         self._needed = set(range(job.num_ranks)) - job.expendable if job.expendable else set()
         self._missing: tuple[int, ...] = ()  # members for which others wait
         self._missing_ns: int | None = None  # since then; None if they have been named
+        self._late_starts_ns: list[int] = []  # when to start processes, if members still recover
         self._joining_ns: dict[int, int] = {}  # when processes were started that are not ready yet
 
     @property
@@ -119,11 +121,17 @@ class MemberDriver:
         due = [] if self._slots is None else [self._slots.deadline_ns]
         if (missing_ns := self._missing_deadline_ns) is not None:
             due.append(missing_ns)
+        due += self._late_starts_ns[:1]
         due += [start_ns + JOIN_NOTICE_NS for start_ns in self._joining_ns.values()]
         return min(due, default=None)
 
     def poll(self) -> None:
-        """Check the number of slots (places for ranks), and notify the user of late ranks."""
+        """Start processes that are due, check the slots of ranks, and notify of late ranks."""
+        while self._late_starts_ns and (
+            not self.state.is_recovering or self._clock.now_ns() >= self._late_starts_ns[0]
+        ):
+            self._late_starts_ns.pop(0)
+            self._run.start_another()
         self._name_missing()
         self._name_late()
         if self._slots is None:
@@ -217,19 +225,7 @@ class MemberDriver:
         ranks = self._run.ranks
         for order in orders:
             if isinstance(order, Begin):
-                step = max(0, order.checkpoint_step, *order.num_steps)
-                self.changes.epoch_ns = self._clock.now_ns()
-                self._run.journal.note(
-                    "epoch", epoch=order.epoch, members=order.members, num_steps=step
-                )
-                if order.epoch:
-                    members = ", ".join(map(str, order.members))
-                    text = f"epoch {order.epoch}: ranks {members} go on at step {step}"
-                    is_loaded = order.checkpoint_step >= 0
-                    self._run.journal.notice(text + ", with the last checkpoint" * is_loaded)
-                can_lose = self.state.can_lose(order.members[0])  # any of them
-                for rank in order.members:
-                    ranks[rank].send(NewEpoch(*order, self._training, can_lose))
+                self._begin(order)
             elif isinstance(order, Pause):
                 for rank in order.members:
                     ranks[rank].send(PauseTraining())
@@ -240,8 +236,24 @@ class MemberDriver:
                 for rank in order.ranks:
                     self._run.dismiss(rank)
                     ranks[rank].send(Stop(DISMISSED))  # a training takes the signal for a request
+            elif self.state.is_recovering:
+                self._late_starts_ns.append(self._clock.now_ns() + RECOVERY_NS)
             elif self._run.is_running:
                 self._run.start_another()
+
+    def _begin(self, order: Begin) -> None:
+        """Notify the members of their epoch, and the user."""
+        step = max(0, order.checkpoint_step, *order.num_steps)
+        self.changes.epoch_ns = self._clock.now_ns()
+        self._run.journal.note("epoch", epoch=order.epoch, members=order.members, num_steps=step)
+        if order.epoch:
+            members = ", ".join(map(str, order.members))
+            text = f"epoch {order.epoch}: ranks {members} go on at step {step}"
+            is_loaded = order.checkpoint_step >= 0
+            self._run.journal.notice(text + ", with the last checkpoint" * is_loaded)
+        can_lose = self.state.can_lose(order.members[0])  # any of them
+        for rank in order.members:
+            self._run.ranks[rank].send(NewEpoch(*order, self._training, can_lose))
 
     @property
     def _missing_deadline_ns(self) -> int | None:

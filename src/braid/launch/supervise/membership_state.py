@@ -135,6 +135,7 @@ class MembershipState:
         self._leaving: set[int] = set()  # processes that have no slot any more
         self._ready: dict[int, int] = {}  # rank -> steps that its state has seen
         self._is_ending = False
+        self._is_recovering = False
         self._last_lost = -1
         self._most_steps = -1  # that any member has reported
         self._has_finished = False
@@ -157,6 +158,11 @@ class MembershipState:
     def can_replace(self) -> bool:
         """Whether a process would be started to replace a lost process."""
         return self._restarts_left > 0 and not self._has_finished
+
+    @property
+    def is_recovering(self) -> bool:
+        """Whether enough members are left after a loss, and have not finished a step since."""
+        return self._is_recovering and len(self.members) >= self._limits.min_ranks
 
     @property
     def alive(self) -> Collection[int]:
@@ -193,6 +199,7 @@ class MembershipState:
     def trained(self, rank: int) -> None:
         """Record that a process has finished a training step."""
         self.has_trained |= rank in self.members
+        self._is_recovering &= self._is_ending or rank not in self.members
 
     def started(self, rank: int) -> list[Order]:
         """Record that a process was started; return the orders that follow."""
@@ -221,6 +228,7 @@ class MembershipState:
             return []
         if rank in self.members:
             self._is_ending = True  # the others get ready by themselves
+            self._is_recovering |= self.has_trained
             self._last_lost = rank
         self._remove(rank)
         has_state = self.epoch == NO_EPOCH or bool(self.members) or self._has_finished
