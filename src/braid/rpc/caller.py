@@ -91,6 +91,7 @@ class Caller:
     def __post_init__(self) -> None:
         """Begin without calls."""
         self._pending = PendingCalls(self.pool)
+        self._cancel = self.cancel  # which all calls share
         self._retries = Retries()
         # of calls; answers to an earlier process of this node may still arrive, so numbers differ
         self._numbers = itertools.count((self.peers.incarnation % (1 << 30) << 32) + 1)
@@ -144,14 +145,7 @@ class Caller:
     def call_async(self, call: OutgoingCall) -> Future[Any]:
         """Call a function in another node; the future has its result. See `call_sync`."""
         future = AnswerFuture()
-
-        def finish(value: Any, error: BaseException | None) -> None:
-            if error is None:
-                future.set_result(value)
-            else:
-                future.set_exception(error)
-
-        future.on_cancel = self._send_call(call, finish)
+        future.on_cancel = self._send_call(call, future.finish)
         self.pool.expect()
         return future
 
@@ -267,7 +261,7 @@ class Caller:
             if row is not None:
                 row.set_result(None)
             raise
-        return partial(self.cancel, number)
+        return partial(self._cancel, number)
 
     def _begin_profiler_row(self, kind: str, asked: OutgoingCall) -> Future[None]:
         """Begin a row of `torch.profiler`; the row ends when the returned future has a result.

@@ -70,6 +70,13 @@ class AnswerFuture(torch.futures.Future[Any]):
         on_cancel, self.on_cancel = self.on_cancel, None
         return on_cancel is not None and on_cancel()
 
+    def finish(self, value: Any, error: BaseException | None) -> None:
+        """Complete the future with a result, or with an error."""
+        if error is None:
+            self.set_result(value)
+        else:
+            self.set_exception(error)
+
     def set_exception(self, result: Any) -> None:
         """Complete the future with an error."""
         kept = BaseException.with_traceback(result, None)

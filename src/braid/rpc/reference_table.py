@@ -61,7 +61,7 @@ class References:
         self._lock = threading.RLock()
         first = (peers.incarnation % (1 << 30) << 32) + 1
         self.state = ReferencesState(peers.info.id, first)
-        self._values: dict[Id, torch.futures.Future[Any]] = {}
+        self._values: dict[Id, AnswerFuture] = {}
         self._errors: dict[Id, BaseException] = {}  # of forks with a lost value
         self.released: deque[tuple[Id, Id]] = deque()  # handles that Python has collected
 
@@ -78,7 +78,7 @@ class References:
 
     def new_owned(self, value: Any) -> tuple[Id, Id]:
         """Register a value of this node; return numbers of its reference and first fork (use)."""
-        future: torch.futures.Future[Any] = AnswerFuture()
+        future = AnswerFuture()
         future.set_result(value)
         with self._lock:
             ref, fork = self.state.new_owned()
@@ -114,10 +114,7 @@ class References:
         with self._lock:
             future = self._values.get(ref)
         if future is not None and not future.done():
-            if error is None:
-                future.set_result(value)
-            else:
-                future.set_exception(error)
+            future.finish(value, error)
 
     def share(self, ref: Id, fork: Id, receiver: int) -> Id:
         """Return the number of a new fork, to send with the reference to node `receiver`."""

@@ -473,14 +473,11 @@ def serve_placed(incarnation: str, method: str, args: Sequence[Any]) -> Any:
 @async_execution
 def receive_placed(key: RendezvousKey) -> torch.futures.Future[SentTensor]:
     """Return a future of this task's value with a key; a part on another task calls this."""
-    answer: torch.futures.Future[SentTensor] = AnswerFuture()
+    answer = AnswerFuture()
 
     def complete(future: torch.futures.Future[Received]) -> None:
         value, error = outcome(future)
-        if error is None:
-            answer.set_result(sent(value[0], requires_grad=value[1]))
-        else:
-            answer.set_exception(error)  # type: ignore[arg-type]
+        answer.finish(sent(value[0], requires_grad=value[1]) if error is None else None, error)
 
     current_agent().part(PlacedWorker).rendezvous.ask(key).add_done_callback(complete)
     return answer
