@@ -55,7 +55,7 @@ class _ElasticRun:
         self.epoch = -1
         self.begun_s = 0.0
         self.num_steps = 0
-        self.pauses = False
+        self.pauses = self.is_to_start = False
         self.waits_from_s: dict[int, float] = {}
         self.num_events = 0
 
@@ -99,11 +99,15 @@ class _ElasticRun:
                     self.at(now_s + MESSAGE_S, self.pause)
                 case Replace():
                     self.show_order(now_s, "Replace", YELLOW)
-                    self.act(self.state.started(NEWCOMER), now_s)
-                    end_s = now_s + START_S
-                    bar = Bar(NEWCOMER, now_s, end_s, YELLOW, "starts", "starts")
-                    self.bars.append(bar)
-                    self.at(end_s, lambda t: self.ready(NEWCOMER, t, -1))
+                    self.is_to_start = True
+
+    def start(self, now_s: float) -> None:
+        """Start another process, after the first step of the members that are left."""
+        self.is_to_start = False
+        self.act(self.state.started(NEWCOMER), now_s)
+        end_s = now_s + START_S
+        self.bars.append(Bar(NEWCOMER, now_s, end_s, YELLOW, "starts", "starts"))
+        self.at(end_s, lambda t: self.ready(NEWCOMER, t, -1))
 
     def show_order(self, now_s: float, name: str, colour: str) -> None:
         """Draw an order of the launcher."""
@@ -142,6 +146,9 @@ class _ElasticRun:
 
         def end(now_s: float) -> None:
             self.num_steps += 1
+            self.state.trained(self.members[0])
+            if self.is_to_start and not self.state.is_recovering:
+                self.at(now_s + MESSAGE_S, self.start)
             if self.pauses:
                 for rank in self.members:
                     self.ready(rank, now_s, self.num_steps)

@@ -13,7 +13,7 @@ from braid._version import __version__
 from braid.errors import ConfigError
 from braid.launch import JobSpec
 from braid.launch.process.job import ElasticLimits
-from braid.launch.supervise.member_driver import JOIN_NOTICE_NS, RECOVERY_NS, MemberDriver
+from braid.launch.supervise.member_driver import JOIN_NOTICE_NS, LONGEST_WAIT_NS, MemberDriver
 from braid.runtime.clock import VirtualClock
 from braid.runtime.rendezvous import DISMISSED, JobEnvironment, NewEpoch, Ready, Stop
 from braid.runtime.rendezvous.membership import _refuse_other_versions
@@ -82,8 +82,10 @@ def test_members_are_told_whether_the_run_can_go_on_without_one(limits, can_lose
     assert sent == [NewEpoch(0, (0, 1), (-1, -1), can_lose=can_lose)]
 
 
-def training(clock: VirtualClock, num_ranks: int, min_ranks: int) -> tuple[MemberDriver, Run]:
-    """A driver and its run, whose members have finished a step."""
+def training(
+    clock: VirtualClock, num_ranks: int, min_ranks: int, *, num_steps: int = 1
+) -> tuple[MemberDriver, Run]:
+    """A driver and its run, whose members have finished some steps."""
     run = Run()
     job = JobSpec(command=("x",), num_ranks=num_ranks, hang_report_s=0)
     driver = MemberDriver(job, ElasticLimits(min_ranks=min_ranks), run, clock, None)  # type: ignore[arg-type]
@@ -91,13 +93,18 @@ def training(clock: VirtualClock, num_ranks: int, min_ranks: int) -> tuple[Membe
         driver.take_place(rank)
         driver.started(rank)
         driver.received(run.ranks[rank], Ready(-1, -1))
-    driver.state.trained(0)
+    for _ in range(num_steps):
+        driver.state.trained(0)
     return driver, run
+
+
+def lose(driver: MemberDriver, rank: int) -> None:
+    driver.ended(rank, has_finished=False, was_dismissed=False)
 
 
 def test_a_process_starts_after_the_next_step_of_members_that_recover():
     driver, run = training(VirtualClock(), 3, min_ranks=2)
-    driver.ended(1, has_finished=False, was_dismissed=False)
+    lose(driver, 1)
     driver.state.trained(2)  # a step of the last epoch
     driver.poll()
     for rank in (0, 2):
@@ -107,26 +114,63 @@ def test_a_process_starts_after_the_next_step_of_members_that_recover():
     driver.state.trained(0)
     driver.poll()
     assert (run.starts, driver.deadline_ns) == ([1], None)
-    driver.take_place(3)
-    driver.started(3)
-    driver.ended(3, has_finished=False, was_dismissed=False)
-    assert run.starts == [1, 1], "no member was lost"
+
+
+def test_processes_for_two_losses_start_once_each():
+    driver, run = training(VirtualClock(), 3, min_ranks=1)
+    lose(driver, 1)
+    driver.received(run.ranks[0], Ready(0, 1))
+    lose(driver, 2)  # the next epoch begins
+    assert run.starts == []
+    driver.state.trained(0)
+    driver.poll()
+    driver.poll()
+    assert run.starts == [1, 1]
 
 
 def test_a_process_starts_soon_if_members_take_long_to_recover():
     clock = VirtualClock()
     driver, run = training(clock, 2, min_ranks=1)
-    driver.ended(1, has_finished=False, was_dismissed=False)
-    assert (run.starts, driver.deadline_ns) == ([], RECOVERY_NS)
-    clock.advance(RECOVERY_NS)
+    lose(driver, 1)
+    assert (run.starts, driver.deadline_ns) == ([], LONGEST_WAIT_NS)
+    clock.advance(LONGEST_WAIT_NS)
     driver.poll()
     assert run.starts == [1]
 
 
-def test_a_process_without_which_members_cannot_go_on_starts_at_once():
-    driver, run = training(VirtualClock(), 3, min_ranks=3)
-    driver.ended(1, has_finished=False, was_dismissed=False)
+@pytest.mark.parametrize(("min_ranks", "num_steps"), [(3, 1), (2, 0)])
+def test_a_process_starts_immediately_if_members_need_it_or_do_not_train(min_ranks, num_steps):
+    driver, run = training(VirtualClock(), 3, min_ranks, num_steps=num_steps)
+    lose(driver, 1)
     assert run.starts == [1]
+
+
+def test_a_second_loss_that_leaves_too_few_members_starts_both_processes():
+    driver, run = training(VirtualClock(), 3, min_ranks=2)
+    lose(driver, 1)
+    assert run.starts == []
+    lose(driver, 2)
+    assert run.starts == [1, 1]
+
+
+def test_a_process_starts_immediately_if_members_go_back_to_a_checkpoint():
+    driver, run = training(VirtualClock(), 3, min_ranks=1)
+    driver.state.checkpoint_step = 1
+    lose(driver, 1)
+    for rank in (0, 2):
+        driver.received(run.ranks[rank], Ready(0, 1))
+    assert run.starts == []
+    for rank in (0, 2):  # a part of the state is lost
+        driver.received(run.ranks[rank], Ready(1, -1))
+    assert run.starts == [1]
+
+
+def test_no_process_starts_when_a_member_has_finished():
+    driver, run = training(VirtualClock(), 3, min_ranks=2)
+    lose(driver, 1)
+    driver.ended(0, has_finished=True, was_dismissed=False)
+    driver.poll()
+    assert (run.starts, driver.deadline_ns) == ([], None)
 
 
 @pytest.mark.parametrize("has_spare", [True, False])

@@ -162,7 +162,7 @@ class Shadow:
 
     def note(self) -> None:
         """Record the versions of the parameters, at a moment when the next rank's copy is equal."""
-        self._state.changed()
+        self._state.note()
 
     def check(self) -> None:
         """Raise if parameters were changed since `note`, since the next rank's copy was not.
@@ -299,9 +299,9 @@ def _placed(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 
 
 class _Watch:
-    """Finds values that were changed or replaced.
+    """Finds values that were changed or replaced since `note`.
 
-    It holds the values, since a new tensor could get the memory of one that is freed.
+    The values are kept, since a new tensor could get the memory of a tensor that is freed.
 
     Args:
         read: Function that returns the values by name.
@@ -309,24 +309,30 @@ class _Watch:
 
     def __init__(self, read: Callable[[], Mapping[str, Sequence[object]]]) -> None:
         self._read = read
-        self._values: Mapping[str, Sequence[object]] = {}
-        self._facts: dict[str, list[object]] = {}
-        self.changed()
+        self.note()
+
+    def note(self) -> None:
+        """Take the present values as unchanged."""
+        self._values = self._read()
+        self._versions = _versions(self._values)
 
     def changed(self) -> str | None:
-        """Return the first name with other values than at the last call."""
-        values = self._read()
-        facts = {name: list(map(_facts, of_name)) for name, of_name in values.items()}
-        changed = [name for name, now in facts.items() if now != self._facts.get(name)]
-        self._values, self._facts = values, facts
-        return changed[0] if changed else None
+        """Return the first name with other values than at `note`; None if all are equal."""
+        then, now = self._versions, _versions(self._read())
+        return next((n for n in {**then, **now} if then.get(n) != now.get(n)), None)
 
 
-def _facts(value: object) -> object:
-    """Return something that changes with a value."""
-    if isinstance(value, torch.Tensor):
-        return id(value), value.data_ptr(), version_of(value)
-    return repr(value)
+def _versions(values: Mapping[str, Sequence[object]]) -> dict[str, list[object]]:
+    """Return, for each value, an object that is unequal after the value was changed."""
+    return {
+        name: [
+            (id(value), value.data_ptr(), version_of(value))
+            if isinstance(value, torch.Tensor)
+            else repr(value)
+            for value in of_name
+        ]
+        for name, of_name in values.items()
+    }
 
 
 def _spec(tensor: torch.Tensor) -> tuple[list[int], str, bool]:

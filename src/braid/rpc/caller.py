@@ -91,7 +91,6 @@ class Caller:
     def __post_init__(self) -> None:
         """Begin without calls."""
         self._pending = PendingCalls(self.pool)
-        self._cancel = self.cancel  # which all calls share
         self._retries = Retries()
         # of calls; answers to an earlier process of this node may still arrive, so numbers differ
         self._numbers = itertools.count((self.peers.incarnation % (1 << 30) << 32) + 1)
@@ -261,7 +260,7 @@ class Caller:
             if row is not None:
                 row.set_result(None)
             raise
-        return partial(self._cancel, number)
+        return partial(self.cancel, number)
 
     def _begin_profiler_row(self, kind: str, asked: OutgoingCall) -> Future[None]:
         """Begin a row of `torch.profiler`; the row ends when the returned future has a result.

@@ -57,10 +57,8 @@ def is_idempotent(function: object) -> bool:
     return getattr(function, MARK, False) is True
 
 
-class PendingCall(msgspec.Struct, eq=False, gc=False):
+class PendingCall(msgspec.Struct, eq=False):
     """A call that this node has made and that is not answered yet.
-
-    The garbage collector does not look at it: thousands may wait, and `PendingCalls` drops each.
 
     Attributes:
         to: Number of the callee.

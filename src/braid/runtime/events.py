@@ -289,7 +289,7 @@ class _Inner(dict[str, bool]):
         return inner
 
 
-class Span(msgspec.Struct, frozen=True, gc=False):
+class Span(msgspec.Struct, frozen=True):
     """A span in progress; ends at the end of its `with` block, or by `end()`.
 
     Attributes:

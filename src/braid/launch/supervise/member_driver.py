@@ -6,6 +6,9 @@ slots names the hosts, a rank takes the first free slot of them.
 
 Ranks with roles are expendable, as servers and workers are: they never report ready, so they have
 no epochs, and a rank that replaces another one takes its role.
+
+The start of a process takes some of the processor time with which the other members repeat their
+step after a loss. So the process starts after this step, or after `LONGEST_WAIT_NS` if it is long.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from braid.runtime.rendezvous import DISMISSED, NewEpoch, PauseTraining, Ready, 
 
 __all__ = ["MemberDriver"]
 
-RECOVERY_NS = 2_000_000_000  # for a step after a loss, before new processes take processor time
+LONGEST_WAIT_NS = 2_000_000_000  # of a start: about the time of an import, which it adds to a join
 JOIN_NOTICE_NS = 60_000_000_000  # an import takes seconds, a connection far less
 ENDING = "a rank has failed, or the run was stopped"
 
@@ -112,7 +115,7 @@ class MemberDriver:
         self._needed = set(range(job.num_ranks)) - job.expendable if job.expendable else set()
         self._missing: tuple[int, ...] = ()  # members for which others wait
         self._missing_ns: int | None = None  # since then; None if they have been named
-        self._late_starts_ns: list[int] = []  # when to start processes, if members still recover
+        self._waiting_ns: list[int] = []  # when to start processes, even if members still recover
         self._joining_ns: dict[int, int] = {}  # when processes were started that are not ready yet
 
     @property
@@ -121,17 +124,13 @@ class MemberDriver:
         due = [] if self._slots is None else [self._slots.deadline_ns]
         if (missing_ns := self._missing_deadline_ns) is not None:
             due.append(missing_ns)
-        due += self._late_starts_ns[:1]
+        due += self._waiting_ns[:1]
         due += [start_ns + JOIN_NOTICE_NS for start_ns in self._joining_ns.values()]
         return min(due, default=None)
 
     def poll(self) -> None:
-        """Start processes that are due, check the slots of ranks, and notify of late ranks."""
-        while self._late_starts_ns and (
-            not self.state.is_recovering or self._clock.now_ns() >= self._late_starts_ns[0]
-        ):
-            self._late_starts_ns.pop(0)
-            self._run.start_another()
+        """Start processes, check the slots of ranks, and notify the user of late ranks."""
+        self._start_waiting()
         self._name_missing()
         self._name_late()
         if self._slots is None:
@@ -237,8 +236,17 @@ class MemberDriver:
                     self._run.dismiss(rank)
                     ranks[rank].send(Stop(DISMISSED))  # a training takes the signal for a request
             elif self.state.is_recovering:
-                self._late_starts_ns.append(self._clock.now_ns() + RECOVERY_NS)
+                self._waiting_ns.append(self._clock.now_ns() + LONGEST_WAIT_NS)
             elif self._run.is_running:
+                self._run.start_another()
+        self._start_waiting()
+
+    def _start_waiting(self) -> None:
+        """Start the processes that wait for members to recover, if they need not wait longer."""
+        now_ns = self._clock.now_ns()
+        while self._waiting_ns and (not self.state.is_recovering or now_ns >= self._waiting_ns[0]):
+            self._waiting_ns.pop(0)
+            if self._run.is_running and not self.state.has_finished:
                 self._run.start_another()
 
     def _begin(self, order: Begin) -> None:

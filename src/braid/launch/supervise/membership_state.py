@@ -87,7 +87,7 @@ class Pause(NamedTuple):
 
 
 class Replace(NamedTuple):
-    """Instruction: start another process."""
+    """Instruction: start another process, at the latest when `is_recovering` ends."""
 
 
 class Dismiss(NamedTuple):
@@ -121,13 +121,14 @@ class MembershipState:
         members: Members of the present epoch, without ranks that were lost or have finished.
         has_trained: Whether members have finished a step in the present epoch, so that each of them
             has received its part of the state, and the copies of other parts.
+        has_finished: Whether a member has done its work, so that no more processes are started.
         checkpoint_step: Number of steps in the last checkpoint of the training; -1 without one.
     """
 
     def __init__(self, limits: ElasticLimits, num_ranks: int) -> None:
         self.epoch = NO_EPOCH
         self.members: tuple[int, ...] = ()
-        self.has_trained = False
+        self.has_trained = self.has_finished = False
         self.checkpoint_step = -1
         self._limits = limits.with_ranks(num_ranks)
         self._num_ranks = num_ranks
@@ -135,10 +136,10 @@ class MembershipState:
         self._leaving: set[int] = set()  # processes that have no slot any more
         self._ready: dict[int, int] = {}  # rank -> steps that its state has seen
         self._is_ending = False
+        self._counts_steps = False  # whether `trained` has been called
         self._is_recovering = False
         self._last_lost = -1
         self._most_steps = -1  # that any member has reported
-        self._has_finished = False
         self._restarts_left = limits.restarts
         self._num_to_start = num_ranks + limits.spares
         self._num_wanted = self._num_to_start  # processes
@@ -147,7 +148,7 @@ class MembershipState:
     @property
     def is_over(self) -> bool:
         """Whether all members have finished, so that no more are needed."""
-        return self._has_finished and not self.members
+        return self.has_finished and not self.members
 
     @property
     def restarts_left(self) -> int:
@@ -157,11 +158,14 @@ class MembershipState:
     @property
     def can_replace(self) -> bool:
         """Whether a process would be started to replace a lost process."""
-        return self._restarts_left > 0 and not self._has_finished
+        return self._restarts_left > 0 and not self.has_finished
 
     @property
     def is_recovering(self) -> bool:
-        """Whether enough members are left after a loss, and have not finished a step since."""
+        """Whether members go on after a loss, and none of them has finished a step since.
+
+        The start of a process takes processor time from them, so a `Replace` should wait.
+        """
         return self._is_recovering and len(self.members) >= self._limits.min_ranks
 
     @property
@@ -182,14 +186,14 @@ class MembershipState:
 
     def can_lose(self, rank: int) -> bool:
         """Return whether the run can go on without a rank that is about to be lost."""
-        if self._has_finished and self.members != (rank,):
+        if self.has_finished and self.members != (rank,):
             return True
         others = self._alive - {rank}
         has_state = self.epoch == NO_EPOCH or others.intersection(self.members)
         to_come = self._num_to_start + self._restarts_left
         is_enough = len(others) + to_come >= self._limits.min_ranks
         if not (others and has_state):
-            return is_enough and self.checkpoint_step >= 0 and not self._has_finished
+            return is_enough and self.checkpoint_step >= 0 and not self.has_finished
         return is_enough or self._limits.gains_slots
 
     def can_spare(self, rank: int) -> bool:
@@ -199,6 +203,7 @@ class MembershipState:
     def trained(self, rank: int) -> None:
         """Record that a process has finished a training step."""
         self.has_trained |= rank in self.members
+        self._counts_steps = True
         self._is_recovering &= self._is_ending or rank not in self.members
 
     def started(self, rank: int) -> list[Order]:
@@ -228,10 +233,10 @@ class MembershipState:
             return []
         if rank in self.members:
             self._is_ending = True  # the others get ready by themselves
-            self._is_recovering |= self.has_trained
+            self._is_recovering |= self._counts_steps
             self._last_lost = rank
         self._remove(rank)
-        has_state = self.epoch == NO_EPOCH or bool(self.members) or self._has_finished
+        has_state = self.epoch == NO_EPOCH or bool(self.members) or self.has_finished
         if not has_state and self.checkpoint_step < 0:
             return self._end_for_good()
         orders: list[Order] = []
@@ -242,7 +247,7 @@ class MembershipState:
             self._num_to_start += 1
             orders.append(Replace())
         num_left = len(self._alive) + self._num_to_start
-        is_final = not self._has_finished and not self._limits.gains_slots
+        is_final = not self.has_finished and not self._limits.gains_slots
         if num_left < self._limits.min_ranks and is_final:
             return self._end_for_good()
         return orders + self._next()
@@ -264,7 +269,7 @@ class MembershipState:
         num_slots = min(num_slots, limits.max_ranks)
         self._num_wanted = num_slots + limits.spares
         self._num_places = max(num_slots, limits.min_ranks)
-        if self._has_finished:
+        if self.has_finished:
             return []
         missing = max(0, self._num_wanted - self._num_staying)
         self._num_to_start += missing
@@ -277,14 +282,14 @@ class MembershipState:
         """
         was_member = rank in self.members
         self._remove(rank)
-        self._has_finished |= was_member
+        self.has_finished |= was_member
         if self.is_over and was_member:
             return [Dismiss(tuple(sorted(self._alive)))]
         return self._next()
 
     def close(self) -> None:
         """Record that the work is done, so that no more processes are started."""
-        self._has_finished = True
+        self.has_finished = True
 
     @property
     def _num_staying(self) -> int:
@@ -304,18 +309,18 @@ class MembershipState:
         members = self._choice(ready)
         if any(member not in self._ready for member in self.members):
             return self._pause(members, newcomers)
-        if self._has_finished or (not self.members and self.checkpoint_step < 0):
+        if self.has_finished or (not self.members and self.checkpoint_step < 0):
             return [self._begin(self.members)] if self.members else []
         has_state = any(self._ready[member] >= 0 for member in self.members)
         if not has_state and (self._most_steps >= 0 or not self.members):
             return self._begin_from_checkpoint(members, ready)
         if len(members) < self._limits.min_ranks:
-            return []  # until a newcomer is ready
+            return self._wait_for_newcomers()
         return self._begin_with(members, ready)
 
     def _pause(self, members: tuple[int, ...], newcomers: Sequence[int]) -> list[Order]:
         """Pause the members that train if the next epoch is to have other members."""
-        if self._is_ending or self._has_finished:
+        if self._is_ending or self.has_finished:
             return []
         if members == self.members:
             return self._dismiss(newcomers)
@@ -330,10 +335,14 @@ class MembershipState:
         is_complete = len(ready) == len(self._alive) and not self._num_to_start
         least = self._limits.min_ranks if is_complete else self._num_places
         if len(members) < least:
-            return []
+            return self._wait_for_newcomers()
         self._most_steps = -1
         self._ready = dict.fromkeys(self._ready, -1)  # also of one that had no slot, and is behind
         return self._begin_with(members, ready)
+
+    def _wait_for_newcomers(self) -> list[Order]:
+        self._is_recovering = False  # the members only wait, so processes start now
+        return []
 
     def _begin_with(self, members: tuple[int, ...], ready: Sequence[int]) -> list[Order]:
         """Begin an epoch, and dismiss other processes that have no slot."""
